@@ -73,12 +73,12 @@ class PageHasher:
         """
         data = _uint32_bytes(tokens)
         if extras:
-            for page, extra in extras.items():
-                if page < len(self.hashes):
-                    raise ValueError(f"extras for page {page} come after its hash was computed")
-                if self._extras.get(page, extra) != extra:
-                    raise ValueError(f"page {page} already has other extras")
-            self._extras.update((page, bytes(extra)) for page, extra in extras.items())
+            for index, extra in extras.items():
+                if index < len(self.hashes):
+                    raise ValueError(f"extras for page {index} come after its hash was computed")
+                if self._extras.get(index, extra) != extra:
+                    raise ValueError(f"page {index} already has other extras")
+            self._extras.update((index, bytes(extra)) for index, extra in extras.items())
         self.tokens += len(data) // 4
         if self._rest:
             data = self._rest + data
@@ -88,8 +88,8 @@ class PageHasher:
             pending, prior, hashes = self._extras, self._prior, self.hashes
             for start in range(0, end, size):
                 page = data[start : start + size]
-                if pending and (extra := pending.pop(len(hashes), None)) is not None:
-                    prior = sha256(_with_extras(prior, page, extra)).digest()
+                if pending and len(hashes) in pending:
+                    prior = sha256(_with_extras(prior, page, pending.pop(len(hashes)))).digest()
                 else:
                     prior = sha256(prior + page).digest()
                 hashes.append(prior)

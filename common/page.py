@@ -56,7 +56,7 @@ class ObjectSpec(NamedTuple):
 class Piece(NamedTuple):
     """Where a rank's rectangle meets one object: the same elements, as slices of the object's layers and heads and of the rank's."""
 
-    index: int
+    object_index: int
     object_layers: slice
     object_heads: slice
     rank_layers: slice
@@ -75,7 +75,9 @@ class PageLayout:
         item_bytes = ITEM_BYTES[namespace.kv_dtype]
         self.item = np.dtype(_ITEMS[item_bytes])
         self.payload_bytes = namespace.page_bytes
-        objects, shapes, offset = [], [], 0
+        objects: list[ObjectSpec] = []
+        shapes: list[tuple[int, ...]] = []
+        offset = 0
         token_bytes = (namespace.k_head_dim + namespace.v_head_dim) * item_bytes
         for first_layer in range(0, namespace.num_layers, namespace.layers_per_group):
             last_layer = min(first_layer + namespace.layers_per_group, namespace.num_layers)
@@ -135,23 +137,24 @@ class PageLayout:
         """Write the trailers of all objects of a slot. `digest` is the namespace's (32 hex digits), `key` at most 64 bytes."""
         self._check_slot(slot)
         identity = _identity(page_hash, digest)
+        data = slot.data
         for spec in self.objects:
             end = spec.offset + spec.payload_bytes
-            checksum = _checksum(slot[spec.offset : end], spec, identity, key)
-            trailer = _TRAILER.pack(MAGIC, FORMAT, KEYED if key else 0, spec.payload_bytes, checksum, *identity)
-            slot[end : end + TRAILER_BYTES] = np.frombuffer(trailer, np.uint8)
+            checksum = _checksum(data[spec.offset : end], spec, identity, key)
+            _TRAILER.pack_into(data, end, MAGIC, FORMAT, KEYED if key else 0, spec.payload_bytes, checksum, *identity)
 
     def verify(self, slot: np.ndarray, page_hash: bytes, digest: str, key: bytes = b"") -> bool:
         """Whether every object of the slot is this page, whole and unchanged, sealed with the same key."""
         self._check_slot(slot)
         identity = _identity(page_hash, digest)
+        data = slot.data
         for spec in self.objects:
             end = spec.offset + spec.payload_bytes
-            magic, version, flags, length, found, found_digest, found_hash = _TRAILER.unpack(slot[end : end + TRAILER_BYTES])
+            magic, version, flags, length, found, found_digest, found_hash = _TRAILER.unpack_from(data, end)
             expected = (MAGIC, FORMAT, KEYED if key else 0, spec.payload_bytes, *identity)
             if (magic, version, flags, length, found_digest, found_hash) != expected:
                 return False
-            if not hmac.compare_digest(found, _checksum(slot[spec.offset : end], spec, identity, key)):
+            if not hmac.compare_digest(found, _checksum(data[spec.offset : end], spec, identity, key)):
                 return False
         return True
 
@@ -175,7 +178,7 @@ def _identity(page_hash: bytes, digest: str) -> tuple[bytes, bytes]:
     return raw, page_hash[:16]
 
 
-def _checksum(payload: np.ndarray, spec: ObjectSpec, identity: tuple[bytes, bytes], key: bytes) -> bytes:
+def _checksum(payload: memoryview, spec: ObjectSpec, identity: tuple[bytes, bytes], key: bytes) -> bytes:
     if not key:
         return xxhash.xxh3_128_digest(payload, seed=spec.first_layer << 32 | spec.first_head)
     mac = hashlib.blake2b(_PLACE.pack(spec.first_layer, spec.last_layer, spec.first_head, spec.last_head), digest_size=16, key=key)
