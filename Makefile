@@ -1,0 +1,25 @@
+# Every target builds the CPU environment first if it is not there yet (see tests/env/build.py); a second call takes a second.
+SYSTEM_PYTHON := $(or $(shell command -v python3.11),python3)
+# Only expanded inside recipes, so that `make clean` and the like never start a build.
+PYTHON = $(shell $(SYSTEM_PYTHON) tests/env/build.py)
+
+.PHONY: setup python demo test lint bench
+
+setup:
+	@$(SYSTEM_PYTHON) tests/env/build.py >/dev/null
+
+python:
+	@$(SYSTEM_PYTHON) tests/env/build.py
+
+demo: setup
+	@$(PYTHON) -m mooncake_kv.common.cli demo --model "$$($(SYSTEM_PYTHON) tests/env/build.py --model)"
+
+lint: setup
+	@$(PYTHON) tests/env/lint.py
+
+test: lint
+	@$(PYTHON) -m pytest $(ARGS)
+
+bench: setup
+	@$(PYTHON) benchmarks/core.py
+	@$(PYTHON) benchmarks/vllm_ttft.py
