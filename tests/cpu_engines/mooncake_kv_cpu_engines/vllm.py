@@ -1,0 +1,54 @@
+"""General plugin for vLLM's CPU build: what a GPU engine or another CPU would do, on request.
+
+- `MOONCAKE_KV_TEST_ASYNC=1`: asynchronous scheduling, the default on GPUs, which the CPU platform forces off though it runs there.
+- `MOONCAKE_KV_TEST_ISA=vec`: the attention layout of a CPU without AMX. Only replaces `amx`: a head size or block size that already
+  leads to another layout keeps it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+ASYNC = "MOONCAKE_KV_TEST_ASYNC"
+ISA = "MOONCAKE_KV_TEST_ISA"
+
+
+def register() -> None:
+    """Idempotent; called by vLLM in each of its processes."""
+    if os.environ.get(ASYNC) == "1":
+        _force_async_scheduling()
+    if isa := os.environ.get(ISA):
+        if isa != "vec":
+            raise ValueError(f"{ISA}={isa!r}: only 'vec' can stand in for 'amx' on every x86 CPU")
+        _replace_amx(isa)
+
+
+def _force_async_scheduling() -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config
+    if getattr(original, "mooncake_kv_test", False):
+        return
+
+    def check_and_update_config(cls: type[CpuPlatform], vllm_config: Any) -> None:
+        original(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    check_and_update_config.mooncake_kv_test = True  # type: ignore[attr-defined]
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def _replace_amx(isa: str) -> None:
+    from vllm.v1.attention.backends import cpu_attn
+
+    original = cpu_attn._get_attn_isa
+    if getattr(original, "mooncake_kv_test", False):
+        return
+
+    def _get_attn_isa(*args: Any, **kwargs: Any) -> str:
+        chosen = original(*args, **kwargs)
+        return isa if chosen == "amx" else chosen
+
+    _get_attn_isa.mooncake_kv_test = True  # type: ignore[attr-defined]
+    cpu_attn._get_attn_isa = _get_attn_isa
