@@ -131,7 +131,8 @@ def test_tokens_outside_uint32_are_named(bad: int) -> None:
 
 
 def test_tokens_that_are_no_integers_are_refused() -> None:
-    for bad in ([1.5], ["a"], np.array([1.5]), np.array([[1]]), np.array([True])):
+    wrong: list = [[1.5], ["a"], [None], np.array([1.5]), np.array([[1]]), np.array([True])]
+    for bad in wrong:
         with pytest.raises(ValueError):
             page_hashes(bad)
 
