@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 
 FILE_VARIABLE = "MOONCAKE_CONFIG_PATH"
 MAX_FILE_BYTES = 1 << 20
-DEFAULT_EXTENT = 1 << 30
 MIN_EXTENT = 1 << 20
 # Offsets within an extent have 40 bits in a slot number.
 MAX_EXTENT = 1 << 40
@@ -50,8 +49,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     node: str = "default"
     # Memory for pages; 0: the node takes a share of what is available.
     dram_size: int = 0
-    # The node's memory grows and shrinks by this much; at most `dram_size` where that is set.
-    extent_size: int = DEFAULT_EXTENT
+    # The node's memory grows and shrinks by about this much.
+    extent_size: int = 1 << 30
     # The node ends itself so long after its last client has gone; 0: never.
     idle_exit_s: float = 1800.0
     # When a running node has other settings than these: run without cache, or fail.
@@ -278,7 +277,6 @@ def load_config(
         source = f"file {path} ({FILE_VARIABLE})"
         _take_mapping(given, _parse_json(_read_file(path), source), source)
     _take_environment(given, environ)
-    _settle_extent_size(given)
     sources = {key: given[key].source if key in given else "default" for key in _PARSERS}
     return CacheConfig(**{key: item.value for key, item in given.items()}, sources=sources)
 
@@ -317,18 +315,6 @@ def _put(given: dict[str, _Given], key: str, value: object, source: str) -> None
         raise ConfigError(
             f"{key} is {_show(key, earlier.value)} ({earlier.source}) and {_show(key, parsed)} ({source}): give it once, or the same value"
         )
-
-
-def _settle_extent_size(given: dict[str, _Given]) -> None:
-    """An extent is no larger than all memory: the default follows `dram_size` down, an explicit value is refused."""
-    dram = given.get("dram_size")
-    if not dram or not dram.value:
-        return
-    extent = given.get("extent_size")
-    if extent is None:
-        given["extent_size"] = _Given(min(DEFAULT_EXTENT, dram.value // 4096 * 4096), "default")
-    elif extent.value > dram.value:
-        raise ConfigError(f"extent_size is {extent.value} ({extent.source}), more than dram_size, {dram.value} ({dram.source})")
 
 
 def _read_file(path: str) -> str:

@@ -397,20 +397,6 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert "cannot be read" in refused(environ={"MOONCAKE_CONFIG_PATH": ""})
 
 
-# ---- derived -----------------------------------------------------------------------------------------------------------------------
-
-
-def test_extent_size_follows_a_small_dram_size() -> None:
-    config = load({"dram_size": "100mb"})
-    assert (config.extent_size, config.sources["extent_size"]) == (100 << 20, "default")
-    assert load({"dram_size": (8 << 20) + 5}).extent_size == 8 << 20
-    assert load({"dram_size": "8g"}).extent_size == 1 << 30
-    assert load({"dram_size": "64mb", "extent_size": "32mb"}).extent_size == 32 << 20
-    assert refused({"dram_size": "64mb"}, {"MOONCAKE_EXTENT_SIZE": "1g"}) == (
-        "extent_size is 1073741824 (environment MOONCAKE_EXTENT_SIZE), more than dram_size, 67108864 (--moon-cache-config)"
-    )
-
-
 # ---- secrets -----------------------------------------------------------------------------------------------------------------------
 
 
