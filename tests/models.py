@@ -1,6 +1,6 @@
 """Small models for tests: ordinary Hugging Face checkpoints below the cache folder, made once and the same on every machine.
 
-`generated_llama` has random weights, so its texts say nothing; it is for bytes, layouts and tensor parallelism. Texts are judged on SmolLM2.
+`generated_llama` has random weights, so its texts say nothing; it is for bytes, layouts and tensor parallelism. SmolLM2 is for texts.
 """
 
 from __future__ import annotations
