@@ -1,0 +1,1 @@
+"""Connectors that know no engine: what vLLM, SGLang and LMDeploy plugins wrap."""
