@@ -1,0 +1,357 @@
+"""Copies between an engine's KV tensors and the pages of a namespace.
+
+Promises:
+- Bytes are moved, never interpreted: all copies run on unsigned integers, so NaNs and denormals pass unchanged, and
+  `scatter(gather(x)) == x` for any layout, token slots, page size and rectangle.
+- `gather` writes this rank's rectangle of the pages it is given and nothing else, `scatter` the token slots it is given and nothing else.
+  Arguments that do not fit are refused before the first byte is copied.
+- Every tensor that a view was made of is kept alive by it.
+
+A layout is described to this module as planes: strided arrays over K, V or the MLA latent in which a token range of a block is a slice.
+Consecutive layers share one plane wherever they lie at equal distances, because a copy costs about 1.5 us before it moves a byte: one
+assignment moves a token range of all layers at once. Ranges are cut only at block ends, page ends and where slots jump.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .errors import UnsupportedError
+from .page import PageLayout
+
+# Below this a second thread costs more (about 50 us to wake it) than it saves.
+PARALLEL_BYTES = 1 << 20
+# With several threads, a work item is at most about this large, so that they end together.
+WORK_BYTES = 1 << 20
+
+SLICE = slice(None)
+
+
+class Plane(NamedTuple):
+    """K, V or the MLA latent of some layers and heads of a rank, inside the engine's memory.
+
+    `array` (numpy, or torch for memory that numpy cannot address) has shape [layers, blocks, block_size, heads, *dims] and any strides.
+    With `tile` > 1 the token axis does not have one stride: [layers, blocks, block_size / tile, tile, heads, *dims]. Its items are
+    unsigned integers (torch: signed) of the KV dtype's size or a multiple of it; `dims` flattened is the head's vector, in order.
+    """
+
+    component: int  # 0: K or latent, 1: V
+    first_layer: int  # of the rank
+    first_head: int  # of the rank
+    array: Any
+    tile: int = 1
+
+
+class Run(NamedTuple):
+    """Consecutive tokens in one page and one block: `tokens` of them from `page_start` in page `page` and from `start` in `block`."""
+
+    page: int
+    page_start: int
+    block: int
+    start: int
+    tokens: int
+
+
+class Region(NamedTuple):
+    """Where a plane and an object of the page overlap. `array` is the plane's, cut down to the layers and heads of both."""
+
+    object_index: int
+    place: tuple[Any, ...]  # of the same elements in the object's array, giving [layers, page_tokens, heads, dim]
+    array: Any
+    tile: int
+    dtype: np.dtype
+    dims: tuple[int, ...]
+
+
+class PagedKVView:
+    """One rank's KV tensors of an engine, as planes. See kv_views for the layouts.
+
+    `block_size` is in tokens, `token_slots` the number of tokens that the tensors hold; a token slot is
+    `block id * block_size + offset in the block`. MLA counts as one head of the latent plus RoPE dims.
+    """
+
+    def __init__(self, planes: Sequence[Plane], owners: Sequence[object], *, head_dim: int, item_bytes: int, mla: bool = False) -> None:
+        self.mla = mla
+        self.head_dim = head_dim
+        self.item_bytes = item_bytes
+        self.num_layers = max(plane.first_layer + plane.array.shape[0] for plane in planes)
+        self.num_heads = max(plane.first_head + plane.array.shape[_heads_axis(plane)] for plane in planes)
+        blocks, tokens = planes[0].array.shape[1:3]
+        self.block_size: int = tokens * planes[0].tile
+        self.token_slots: int = blocks * self.block_size
+        # Where a block's last token is followed by the next block's first, block ends need not be cut at.
+        self._planes = list(planes)
+        self._run_limit = self.block_size
+        if all(plane.tile == 1 and _stride(plane.array, 1) == plane.array.shape[2] * _stride(plane.array, 2) for plane in planes):
+            self._run_limit = self.token_slots
+            self._planes = [plane._replace(array=_flatten_blocks(plane.array)) for plane in planes]
+        self._owners = list(owners)
+
+    def bind(self, layout: PageLayout, first_layer: int, first_head: int, *, threads: int = 1) -> BoundView:
+        """Prepare copies for pages of `layout`. This rank holds layers [first_layer, first_layer + num_layers) of the model and its KV
+        heads [first_head, first_head + num_heads).
+
+        `threads` is how many threads a large copy uses, the caller's included. Raises UnsupportedError for sizes that differ from the
+        namespace's, ValueError for a rectangle outside the model.
+        """
+        namespace = layout.namespace
+        for name, ours, theirs in (
+            ("mla", self.mla, namespace.mla),
+            ("head_dim", self.head_dim, namespace.k_head_dim),
+            ("bytes per item", self.item_bytes, layout.item.itemsize),
+        ):
+            if ours != theirs:
+                raise UnsupportedError(f"the engine's KV tensors have {name} {ours}, the namespace has {theirs}")
+        regions = list(self._regions(layout, first_layer, first_head, threads))
+        return BoundView(self, layout, regions, self._run_limit, threads)
+
+    def _regions(self, layout: PageLayout, first_layer: int, first_head: int, threads: int) -> Iterator[Region]:
+        for piece in layout.rectangle(first_layer, first_layer + self.num_layers, first_head, first_head + self.num_heads):
+            for plane in self._planes:
+                axis = _heads_axis(plane)
+                layers = _overlap(piece.rank_layers, plane.first_layer, plane.array.shape[0])
+                heads = _overlap(piece.rank_heads, plane.first_head, plane.array.shape[axis])
+                if not layers or not heads:
+                    continue
+                dims = tuple(plane.array.shape[axis + 1 :])
+                head_index = slice(*(head - piece.rank_heads.start + piece.object_heads.start for head in (heads.start, heads.stop)))
+                step = len(layers)
+                if threads > 1:
+                    layer_bytes = layout.namespace.page_tokens * len(heads) * self.head_dim * self.item_bytes
+                    step = max(1, WORK_BYTES // layer_bytes)
+                for start in range(layers.start, layers.stop, step):
+                    stop = min(start + step, layers.stop)
+                    layer_index = slice(*(layer - piece.rank_layers.start + piece.object_layers.start for layer in (start, stop)))
+                    cut = (slice(start - plane.first_layer, stop - plane.first_layer), *[SLICE] * (axis - 1))
+                    array = plane.array[(*cut, slice(heads.start - plane.first_head, heads.stop - plane.first_head))]
+                    place = (layer_index, SLICE, None) if self.mla else (layer_index, plane.component, SLICE, head_index)
+                    yield Region(piece.object_index, place, array, plane.tile, _dtype(array), dims)
+
+
+class BoundView:
+    """Copies between the engine's KV and the pages of one layout. Stateless between calls: several threads may use it at once, on
+    different token slots and pages.
+
+    Both calls return when the copy is complete. They wait for nothing but memory copies, on this thread and on the threads of the pool,
+    which cannot be abandoned half-way; hence no deadline.
+    """
+
+    def __init__(self, view: PagedKVView, layout: PageLayout, regions: list[Region], block_size: int, threads: int) -> None:
+        self.view = view
+        self.layout = layout
+        self._regions = regions
+        self._block_size = block_size
+        # array[:, 0, 0] is one token of the region, or one tile.
+        self._token_bytes = sum(math.prod(r.array[:, 0, 0].shape) * r.dtype.itemsize // r.tile for r in regions)
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads - 1, "mooncake-kv-copy", _spread) if threads > 1 else None
+
+    def gather(self, token_slots: np.ndarray, first_token: int, pages: Sequence[np.ndarray]) -> None:
+        """Copy engine -> pages.
+
+        Token i of the range is position `first_token + i` of the sequence and lies at `token_slots[i]` (int64) in the engine; `pages[j]`
+        is the slot (uint8, layout.slot_bytes) of page `first_token // page_tokens + j`. Raises ValueError if slots or pages do not fit.
+        """
+        self._copy(token_slots, first_token, pages, False)
+
+    def scatter(self, token_slots: np.ndarray, first_token: int, pages: Sequence[np.ndarray]) -> None:
+        """Copy pages -> engine, for the same arguments as `gather`."""
+        self._copy(token_slots, first_token, pages, True)
+
+    def close(self) -> None:
+        """End the pool's threads. The view must not be used afterwards."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _copy(self, token_slots: np.ndarray, first_token: int, pages: Sequence[np.ndarray], to_engine: bool) -> None:
+        slots = np.asarray(token_slots, np.int64)
+        runs = find_runs(slots, first_token, self.layout.namespace.page_tokens, self._block_size)
+        touched = runs[-1].page + 1 if runs else 0
+        if touched != len(pages):
+            raise ValueError(f"tokens [{first_token}, {first_token + len(slots)}) lie in {touched} pages, not in {len(pages)}")
+        if not runs:
+            return
+        if slots.min() < 0 or slots.max() >= self.view.token_slots:
+            raise ValueError(f"token slots {slots.min()} to {slots.max()} are not all within the engine's {self.view.token_slots}")
+        work = list(self._work(runs, pages))
+        if self._pool is None or len(slots) * self._token_bytes < PARALLEL_BYTES:
+            for item in work:
+                _copy_run(*item, to_engine)
+            return
+        # next() on one shared count is atomic under the GIL: each item is taken once, and a thread that was held up takes fewer.
+        turn = itertools.count()
+
+        def drain() -> None:
+            while (i := next(turn)) < len(work):
+                _copy_run(*work[i], to_engine)
+
+        helpers = [self._pool.submit(drain) for _ in range(self._threads - 1)]
+        try:
+            drain()
+        finally:
+            for helper in helpers:
+                helper.result()
+
+    def _work(self, runs: list[Run], pages: Sequence[np.ndarray]) -> Iterator[tuple[Region, Any, Run]]:
+        page = -1
+        views: list[tuple[Region, Any]] = []
+        for run in runs:
+            if run.page != page:
+                page = run.page
+                arrays = self.layout.arrays(pages[page])
+                views = [(region, _page_view(arrays[region.object_index], region)) for region in self._regions]
+            for region, view in views:
+                yield region, view, run
+
+
+def find_runs(slots: np.ndarray, first_token: int, page_tokens: int, block_size: int) -> list[Run]:
+    """Cut a token range into runs that are consecutive in one page and one block. Pages count from the one of `first_token`."""
+    if not len(slots):
+        return []
+    positions = np.arange(first_token, first_token + len(slots))
+    cuts = (slots[1:] - slots[:-1] != 1) | (slots[1:] % block_size == 0) | (positions[1:] % page_tokens == 0)
+    starts = np.concatenate(([0], np.flatnonzero(cuts) + 1))
+    tokens = np.diff(starts, append=len(slots))
+    page, page_start = np.divmod(positions[starts], page_tokens)
+    block, start = np.divmod(slots[starts], block_size)
+    columns = (page - first_token // page_tokens, page_start, block, start, tokens)
+    return [Run(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def stack_layers(tensors: Sequence[Any]) -> list[tuple[int, Any]]:
+    """Join per-layer arrays of equal shape into arrays with a leading layer axis: [(first layer, array)], one where possible.
+
+    Layers at equal distances in memory (one allocation, usually) are described by a stride; nothing is copied. Torch tensors on the CPU
+    become numpy arrays of unsigned integers; on other devices they become torch tensors of signed integers of the same size.
+    """
+    layers = [_integers(tensor) for tensor in tensors]
+    result: list[tuple[int, Any]] = []
+    first = 0
+    while first < len(layers):
+        distance = _distance(layers[first], layers[first + 1]) if first + 1 < len(layers) else None
+        last = first + 1
+        while last < len(layers) and distance is not None and _distance(layers[last - 1], layers[last]) == distance:
+            last += 1
+        base = layers[first]
+        if isinstance(base, np.ndarray):
+            shape, strides = (last - first, *base.shape), (distance or 0, *base.strides)
+            result.append((first, np.lib.stride_tricks.as_strided(base, shape, strides)))
+        else:
+            shape, strides = (last - first, *base.shape), ((distance or 0) // base.itemsize, *base.stride())
+            result.append((first, base.as_strided(shape, strides, base.storage_offset())))
+        first = last
+    return result
+
+
+def _integers(tensor: Any) -> Any:
+    size = tensor.itemsize
+    if isinstance(tensor, np.ndarray):
+        return tensor.view(np.dtype(f"u{size}"))
+    import torch
+
+    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[size]
+    integers = tensor.detach().view(signed)
+    return integers.numpy().view(np.dtype(f"u{size}")) if tensor.device.type == "cpu" else integers
+
+
+def _distance(one: Any, other: Any) -> int | None:
+    """Bytes from one layer to the next, None if they do not have the same strides. numpy addresses any memory by strides; torch only
+    within a storage."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return None
+    if isinstance(one, np.ndarray):
+        return other.ctypes.data - one.ctypes.data if one.strides == other.strides else None
+    distance = other.data_ptr() - one.data_ptr()
+    same = one.stride() == other.stride() and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return distance if same and distance > 0 else None
+
+
+def _heads_axis(plane: Plane) -> int:
+    return 3 if plane.tile == 1 else 4
+
+
+def _stride(array: Any, axis: int) -> int:
+    return array.strides[axis] if isinstance(array, np.ndarray) else array.stride(axis)
+
+
+def _flatten_blocks(array: Any) -> Any:
+    layers, blocks, tokens, *rest = array.shape
+    return array.reshape(layers, 1, blocks * tokens, *rest)
+
+
+def _dtype(array: Any) -> np.dtype:
+    return array.dtype if isinstance(array, np.ndarray) else np.dtype({1: "u1", 2: "i2", 4: "i4"}[array.itemsize])
+
+
+def _overlap(rank: slice, first: int, count: int) -> range:
+    return range(max(rank.start, first), min(rank.stop, first + count))
+
+
+def _page_view(array: np.ndarray, region: Region) -> Any:
+    """The region's part of an object as [layers, page_tokens, heads, *dims], of the plane's item type. Splitting an axis never copies."""
+    view = array[region.place].view(region.dtype)
+    view = view.reshape(*view.shape[:-1], *region.dims)
+    if isinstance(region.array, np.ndarray):
+        return view
+    import torch
+
+    return torch.from_numpy(view)
+
+
+def _copy_run(region: Region, page: Any, run: Run, to_engine: bool) -> None:
+    array, tile = region.array, region.tile
+    _, page_start, block, start, tokens = run
+    if tile == 1:
+        _assign(array[:, block, start : start + tokens], page[:, page_start : page_start + tokens], to_engine)
+        return
+    stop = start + tokens
+    shift = page_start - start  # from a token's place in the block to its place in the page
+    # [start, head) and [tail, stop) lie within a tile each, [head, tail) is whole tiles.
+    head = min(-(-start // tile) * tile, stop)
+    tail = max(stop // tile * tile, head)
+    if head < tail:
+        whole = page[:, head + shift : tail + shift]
+        whole = whole.reshape(whole.shape[0], (tail - head) // tile, tile, *whole.shape[2:])
+        inside = array[:, block, head // tile : tail // tile]
+        if tile == 2:  # as two assignments the inner loop is 16 items long and not 2: twice as fast
+            _assign(inside[:, :, 0], whole[:, :, 0], to_engine)
+            _assign(inside[:, :, 1], whole[:, :, 1], to_engine)
+        else:
+            _assign(inside, whole, to_engine)
+    for begin, end in ((start, head), (tail, stop)):
+        if begin < end:
+            offset = begin % tile
+            part = array[:, block, begin // tile, offset : offset + end - begin]
+            _assign(part, page[:, begin + shift : end + shift], to_engine)
+
+
+def _assign(engine: Any, page: Any, to_engine: bool) -> None:
+    target, source = (engine, page) if to_engine else (page, engine)
+    if isinstance(target, np.ndarray):
+        np.copyto(target, source)
+    else:
+        target.copy_(source)
+
+
+def _spread() -> None:
+    """Let a pool thread run on every CPU that some thread of this process may use.
+
+    A thread inherits the CPUs of the one that starts it, and engines pin their threads (vLLM's CPU worker: one core each), so that two
+    copying threads would share one core.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cpus: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            cpus |= os.sched_getaffinity(int(thread))
+        except ProcessLookupError:  # it has ended since
+            continue
+    os.sched_setaffinity(0, cpus)
