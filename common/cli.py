@@ -1,0 +1,174 @@
+"""The command `mooncake-kv`: run, stop and look at nodes, and the demo.
+
+Promises: starts light (each command imports what it needs); a mistake ends with one sentence on stderr and exit code 2, something that is
+not there or failed with exit code 1; `--json` prints or writes one JSON document and nothing else on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from .config import CacheConfig
+    from .node.paths import NodePaths
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Keeps and shares the KV cache of LLM engines."
+)
+node_app = typer.Typer(no_args_is_help=True, help="The process that holds the cache for all engines of one user on this machine.")
+app.add_typer(node_app, name="node")
+
+Name = Annotated[str | None, typer.Argument(help="Name of the node; otherwise the configured one.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a text for people.")]
+CacheSettings = Annotated[
+    str | None, typer.Option("--moon-cache-config", metavar="JSON", help="Settings, as on an engine's command line.", show_default=False)
+]
+
+
+@contextmanager
+def _errors_as_sentences() -> Iterator[None]:
+    from .errors import ConfigError
+    from .node.spawn import NodeUnavailable
+
+    try:
+        yield
+    except (ConfigError, NodeUnavailable) as error:
+        typer.echo(f"mooncake-kv: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+@node_app.command("run")
+def node_run(name: Name = None, moon_cache_config: CacheSettings = None) -> None:
+    """Run a node in the foreground, as a service manager does. Engines start one themselves when none is running."""
+    with _errors_as_sentences():
+        from .node import paths
+
+        config, node = _node(name, moon_cache_config)
+        paths.create(node)
+    settings, sources = config.node_settings(), {key: config.sources[key] for key in config.node_settings()}
+    command = [sys.executable, "-P", "-m", "mooncake_kv.common.node", "--name", node.name, "--folder", str(node.folder)]
+    os.execv(sys.executable, [*command, "--settings", json.dumps(settings), "--sources", json.dumps(sources)])
+
+
+@node_app.command("stop")
+def node_stop(name: Name = None, as_json: Json = False) -> None:
+    """End a running node. Engines go on without it; one that finds no node starts the next one, empty."""
+    from rich.console import Console
+
+    with _errors_as_sentences():
+        from .node.tool import NodeTool
+
+        _, node = _node(name)
+        with Console(stderr=True).status(f"Stopping node {node.name!r} ..."), NodeTool(node, version=_version(), timeout_s=15) as tool:
+            pid = tool.welcome.pid
+            tool.stop()
+    typer.echo(json.dumps({"node": node.name, "pid": pid, "stopped": True}) if as_json else f"Node {node.name!r} (pid {pid}) has ended.")
+
+
+@app.command()
+def status(name: Name = None, as_json: Json = False) -> None:
+    """Show the running nodes of this user, or one of them."""
+    from rich.console import Console
+
+    with _errors_as_sentences():
+        from .node.paths import known_nodes
+        from .node.spawn import NodeUnavailable
+        from .node.tool import NodeTool
+
+        found: list[dict[str, Any]] = []
+        for node in [_node(name)[1]] if name else known_nodes():
+            try:
+                with NodeTool(node, version=_version()) as tool:
+                    about = {"version": tool.welcome.version, "pid": tool.welcome.pid}
+                    found.append({"node": node.name, "folder": str(node.folder), "running": True, **about, "stats": tool.stats()})
+            except NodeUnavailable as error:
+                found.append({"node": node.name, "folder": str(node.folder), "running": False, "reason": str(error)})
+    if as_json:
+        typer.echo(json.dumps({"nodes": found}))
+    else:
+        console = Console()
+        if not found:
+            console.print("No node is running. Engines start one when they need it.")
+        for about in found:
+            _print_status(console, about)
+    if not found or not all(about["running"] for about in found):
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help="Folder or name of the chat model that vLLM serves.")],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there as JSON.", show_default=False)
+    ] = None,
+) -> None:
+    """Ask a model about a long text: without the cache, after a reset of the engine's own cache, and in a fresh engine."""
+    from .demo import DemoFailed, run
+
+    try:
+        report = run(model)
+    except DemoFailed as error:
+        typer.echo(f"mooncake-kv: {error}", err=True)
+        raise typer.Exit(1) from None
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    if not report.correct:
+        raise typer.Exit(1)
+
+
+def _node(name: str | None, flag: str | None = None) -> tuple[CacheConfig, NodePaths]:
+    """The configuration and the node it names, or the one named on the command line. Raises ConfigError where both name one."""
+    from .config import load_config
+    from .errors import ConfigError
+    from .node.paths import node_paths
+
+    config = load_config(flag)
+    if name is not None and name != config.node and config.sources["node"] != "default":
+        raise ConfigError(
+            f"node is {name!r} (command line) and {config.node!r} ({config.sources['node']}): give it once, or the same value"
+        )
+    return config, node_paths(name or config.node)
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("mooncake-kv")
+
+
+def _print_status(console: Any, about: dict[str, Any]) -> None:
+    """One table; counters that are still zero are left out."""
+    from rich.table import Table
+
+    stats = about.get("stats", {})
+    rows = {key: str(about[key]) for key in ("folder", "pid", "version", "reason") if key in about}
+    if about["running"]:
+        rows |= {"memory": f"{_mebibytes(stats['arena_bytes'])} of at most {_mebibytes(stats['dram_bytes'])}"}
+        rows |= {key: f"{stats[key]:,}" for key in ("pages", "namespaces", "engines", "clients")}
+        rows |= {key: _shown(key, value) for key, value in stats.items() if value and key not in (*rows, "arena_bytes", "dram_bytes")}
+    table = Table(title=f"Node {about['node']!r}", title_justify="left", show_header=False)
+    for key, value in rows.items():
+        table.add_row(key, value)
+    console.print(table)
+
+
+def _shown(key: str, value: Any) -> str:
+    if key.endswith("_bytes") or key.startswith("bytes_"):
+        return _mebibytes(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _mebibytes(count: float) -> str:
+    return f"{count / (1 << 20):,.1f} MiB"
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,157 @@
+"""One vLLM API server process for the demo, started with the command line that a user types."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+START_TIMEOUT_S = 300.0
+ANSWER_TIMEOUT_S = 120.0
+MAX_TOKENS = 40
+# vLLM's name for where a cached prompt token's KV lay -> ours.
+TIERS = {"device": "engine", "host": "dram", "disk": "ssd", "p2p": "peer", "external_unspecified": "pool"}
+
+
+class DemoFailed(Exception):
+    """The demo cannot go on; the message is one sentence."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """`ttft_s`: seconds from sending the request to the first character. `tokens_reused`: prompt tokens that were not computed."""
+
+    ttft_s: float
+    prompt_tokens: int
+    tokens_reused: int
+    tier: str
+    text: str
+
+
+class Server:
+    """A context manager: the process runs inside it. Raises DemoFailed."""
+
+    def __init__(self, model: str, node: str, log: Path) -> None:
+        self._model, self._node, self._log = model, node, log
+
+    def __enter__(self) -> Self:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._url = f"http://127.0.0.1:{port}"
+        settings = {"kind": "Store", "node": self._node, "dram_size": "2gb", "idle_exit_s": 60, "metrics_port": -1}
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self._model, "--served-model-name", "demo"]
+        command += ["--kv-connector", "mooncake", "--moon-cache-config", json.dumps(settings)]
+        # Blocks as long as our pages, so that the engine's own hit and ours have the same length.
+        command += ["--enforce-eager", "--block-size", "64", "--max-model-len", "4096", "--enable-prompt-tokens-details"]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, "--host", "127.0.0.1", "--port", str(port)],
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_healthy(time.monotonic() + START_TIMEOUT_S)
+        except BaseException:
+            self._end(0)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end(20)
+
+    def ask(self, prompt: str, max_tokens: int = MAX_TOKENS) -> Answer:
+        before = self._cached_tokens()
+        body = {"model": "demo", "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "temperature": 0}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        text, ttft, usage = "", None, None
+        began = time.perf_counter()
+        with self._open("/v1/chat/completions", body) as reply:
+            for line in reply:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    piece = choice["delta"].get("content") or ""
+                    if piece and ttft is None:
+                        ttft = time.perf_counter() - began
+                    text += piece
+        if ttft is None or usage is None:
+            raise DemoFailed(f"the engine gave no answer; see {self._log}")
+        reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        grown = {source: count - before.get(source, 0) for source, count in self._cached_tokens().items()}
+        source = max(grown, key=grown.__getitem__, default="")
+        tier = TIERS.get(source, source) if reused else "none"
+        return Answer(ttft_s=ttft, prompt_tokens=usage["prompt_tokens"], tokens_reused=reused, tier=tier, text=text)
+
+    def reset(self) -> None:
+        """Empty the engine's own prefix cache; the node keeps what it has."""
+        with self._open("/reset_prefix_cache", {}) as reply:
+            if not json.load(reply)["success"]:
+                raise DemoFailed(f"the engine did not reset its prefix cache; see {self._log}")
+
+    def _cached_tokens(self) -> dict[str, float]:
+        with self._open("/metrics") as reply:
+            families = list(text_string_to_metric_families(reply.read().decode()))
+        samples = [s for family in families if family.name == "vllm:prompt_tokens_cached_by_source" for s in family.samples]
+        return {s.labels["source"]: s.value for s in samples if s.name.endswith("_total")}
+
+    def _open(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        try:
+            return urllib.request.urlopen(request, timeout=timeout_s)
+        except urllib.error.HTTPError as error:
+            raise DemoFailed(
+                f"the engine answered {path} with {error.code}: {error.read(500).decode(errors='replace')}; see {self._log}"
+            ) from None
+        except OSError as error:
+            raise DemoFailed(f"the engine does not answer {path}: {error}; see {self._log}") from None
+
+    def _wait_until_healthy(self, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                lines = self._log.read_text(errors="replace").splitlines()
+                reason = next((line for line in reversed(lines) if "Error" in line or "error:" in line), "no reason given")
+                raise DemoFailed(f"the engine did not start ({reason.strip()[:300]}); see {self._log}")
+            with suppress(DemoFailed):
+                self._open("/health", timeout_s=2).close()
+                return
+            time.sleep(0.2)
+        raise DemoFailed(f"the engine did not start within {START_TIMEOUT_S:.0f} s; see {self._log}")
+
+    def _end(self, patience_s: float) -> None:
+        """In order if it ends within `patience_s`, then its whole process group."""
+        if self._process.poll() is None and patience_s:
+            self._process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience_s)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(10)
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without cache settings that the demo's own would contradict. The VLLM_CPU variables matter on CPUs only: there a
+    connector makes vLLM keep one more core free unless the cores are named."""
+    ours = {k: v for k, v in os.environ.items() if not k.startswith("MOONCAKE_") or k.startswith("MOONCAKE_KV_")}
+    cores = sorted(os.sched_getaffinity(0))
+    defaults = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_NO_USAGE_STATS": "1"}
+    # The development mode adds /reset_prefix_cache.
+    return {**defaults, **ours, "VLLM_SERVER_DEV_MODE": "1"}

@@ -1,0 +1,97 @@
+"""The command line against real nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMAND = str(Path(sys.executable).with_name("mooncake-kv"))
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([COMMAND, *words], capture_output=True, text=True, timeout=60, env={**os.environ, **environment})
+
+
+def status(*words: str) -> tuple[int, list[dict[str, Any]]]:
+    done = run("status", "--json", *words)
+    return done.returncode, json.loads(done.stdout)["nodes"]
+
+
+@pytest.fixture
+def node(runtime_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """A node that runs in the foreground, ready."""
+    settings = '{"node": "one", "dram_size": "64mb", "metrics_port": -1}'
+    process = subprocess.Popen([COMMAND, "node", "run", "--moon-cache-config", settings], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 20
+    while not (runtime_dir / "mooncake-kv" / "one" / "socket").exists() and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.05)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_no_node(runtime_dir: Path) -> None:
+    assert status() == (1, [])
+    assert "No node is running" in run("status").stdout
+    code, found = status("one")
+    assert code == 1 and found[0]["running"] is False and "one" in found[0]["reason"]
+    stopped = run("node", "stop", "one")
+    assert stopped.returncode == 1 and stopped.stderr.count("\n") == 1 and "'one' is not running" in stopped.stderr
+
+
+def test_status_and_stop(node: subprocess.Popen[str]) -> None:
+    code, (found,) = status()
+    assert code == 0
+    assert (found["node"], found["pid"], found["running"]) == ("one", node.pid, True)
+    assert found["stats"]["dram_bytes"] == 64 << 20
+    text = run("status", "one").stdout
+    assert "64.0 MiB" in text and str(node.pid) in text
+    stopped = run("node", "stop", "one", "--json")
+    assert json.loads(stopped.stdout) == {"node": "one", "pid": node.pid, "stopped": True}
+    assert node.wait(5) == 0
+    assert status() == (1, [])
+
+
+def test_a_node_that_does_not_answer_is_named(node: subprocess.Popen[str]) -> None:
+    node.send_signal(signal.SIGSTOP)
+    try:
+        code, (found,) = status()
+    finally:
+        node.send_signal(signal.SIGCONT)
+    assert code == 1 and found["running"] is False and "does not answer" in found["reason"]
+
+
+def test_the_same_name_twice(node: subprocess.Popen[str]) -> None:
+    second = run("node", "run", "one")
+    assert second.returncode == 3 and "already runs" in second.stderr
+    assert node.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["node", "run", "--moon-cache-config", '{"dram_sise": 1}'], ["dram_sise", "--moon-cache-config", "dram_size"]),
+        (["node", "run", "a", "--moon-cache-config", '{"node": "b"}'], ["'a'", "'b'", "--moon-cache-config"]),
+        (["node", "run", "../up"], ["../up"]),
+        (["status", "a/b"], ["a/b"]),
+    ],
+)
+def test_mistakes_are_one_sentence(runtime_dir: Path, words: list[str], parts: list[str]) -> None:
+    done = run(*words)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and all(part in done.stderr for part in parts), done.stderr
+
+
+def test_the_configured_node_is_the_one_meant(runtime_dir: Path) -> None:
+    done = run("node", "stop", MOONCAKE_NODE="other")
+    assert done.returncode == 1 and "'other' is not running" in done.stderr
