@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -127,9 +128,9 @@ class Server:
     def _wait_until_healthy(self, deadline: float) -> None:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                lines = self._log.read_text(errors="replace").splitlines()
-                reason = next((line for line in reversed(lines) if "Error" in line or "error:" in line), "no reason given")
-                raise DemoFailed(f"the engine did not start ({reason.strip()[:300]}); see {self._log}")
+                # The first error is the cause; vLLM's processes report it to one another afterwards.
+                reason = re.search(r"\b(\w+Error: .+|error: .+)", self._log.read_text(errors="replace"))
+                raise DemoFailed(f"the engine did not start: {reason[1][:300] if reason else 'no reason given'}; see {self._log}")
             with suppress(DemoFailed):
                 self._open("/health", timeout_s=2).close()
                 return
