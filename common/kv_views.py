@@ -49,15 +49,15 @@ def vllm_cpu(kv_caches: Sequence[Any], block_size: int, isa: str) -> PagedKVView
         if isa != "amx":
             k = k.reshape(layers, blocks, heads, dim, tokens).transpose(0, 1, 4, 2, 3)
             v = v.reshape(layers, blocks, heads, tokens, dim).transpose(0, 1, 3, 2, 4)
-            planes += [Plane(0, first_layer, 0, k), Plane(1, first_layer, 0, v)]
+            planes += [Plane(0, first_layer, k), Plane(1, first_layer, v)]
             continue
         if item != 2 or dim % 32 or tokens % 32:
             raise UnsupportedError(
-                f"vLLM's amx KV layout is known for head dim and block size in multiples of 32, items of 2 bytes; not {dim}, {tokens}, {item}"
+                f"vLLM's amx layout is known for head dim and block size in multiples of 32, items of 2 bytes; not {dim}, {tokens}, {item}"
             )
         k = k.view(np.uint32).reshape(layers, blocks, heads, tokens // AMX_ROWS, dim // 2, AMX_ROWS).transpose(0, 1, 3, 5, 2, 4)
         v = v.reshape(layers, blocks, heads, dim // AMX_ROWS, tokens // 2, AMX_ROWS, 2).transpose(0, 1, 4, 6, 2, 3, 5)
-        planes += [Plane(0, first_layer, 0, k, AMX_ROWS), Plane(1, first_layer, 0, v, 2)]
+        planes += [Plane(0, first_layer, k, AMX_ROWS), Plane(1, first_layer, v, 2)]
     return PagedKVView(planes, kv_caches, head_dim=dim, item_bytes=item)
 
 
@@ -81,7 +81,7 @@ def vllm_gpu(kv_caches: Sequence[Any], block_size: int, *, mla: bool = False) ->
             parts = [tokens_first[:, :, :, :, 0], tokens_first[:, :, :, :, 1]]
         else:
             parts = [tokens_first[..., :dim], tokens_first[..., dim:]]
-        planes += [Plane(component, first_layer, 0, part) for component, part in enumerate(parts)]
+        planes += [Plane(component, first_layer, part) for component, part in enumerate(parts)]
     return PagedKVView(planes, kv_caches, head_dim=dim, item_bytes=kv_caches[0].itemsize, mla=mla)
 
 
@@ -109,7 +109,7 @@ def sglang_host(kv_buffer: Any, layout: str, *, mla: bool = False) -> PagedKVVie
         if len(part.shape) != len(order):
             raise UnsupportedError(f"SGLang's host KV buffer has shape {tuple(kv_buffer.shape)}, which is not its layout {layout!r}")
         array = _permute(part, order)
-        planes.append(Plane(component, 0, 0, array if axes[1] is not None else array[:, None]))
+        planes.append(Plane(component, 0, array if axes[1] is not None else array[:, None]))
     return PagedKVView(planes, [kv_buffer], head_dim=kv_buffer.shape[-1], item_bytes=kv_buffer.itemsize, mla=mla)
 
 
@@ -129,7 +129,7 @@ def lmdeploy_rows(rows: Sequence[Any], block_size: int, num_heads: int, head_dim
     for first_layer, array in stack_layers(rows):
         for component, start in enumerate((0,) if mla else (0, offset)):
             part = _as_items(array[:, :, start : start + size], item_bytes)
-            planes.append(Plane(component, first_layer, 0, part.reshape(*array.shape[:2], block_size, num_heads, head_dim)))
+            planes.append(Plane(component, first_layer, part.reshape(*array.shape[:2], block_size, num_heads, head_dim)))
     return PagedKVView(planes, rows, head_dim=head_dim, item_bytes=item_bytes, mla=mla)
 
 

@@ -63,8 +63,8 @@ class Engine:
             return torch.from_numpy(array.view(signed)).view(TORCH_DTYPE[item])
 
         if family == "cpu":
-            shape = (layers, blocks, heads, block, 2 * dim)
-            caches = tensor(memory(int(np.prod(shape))).reshape(shape))
+            array = memory(layers * blocks * heads * block * 2 * dim).reshape(layers, blocks, heads, block, 2 * dim)
+            caches = tensor(array)
             self.view = vllm_cpu(list(caches), block, order)
 
             def index(layer: Any, kv: Any, slot: Any, head: Any, d: Any) -> Any:
@@ -92,7 +92,7 @@ class Engine:
 
         elif family in ("sglang", "sglang_mla"):
             size = blocks * block
-            shape = {
+            shape: tuple[int, ...] = {
                 "layer_first": (layers, size, heads, dim),
                 "page_first": (size, layers, heads, dim),
                 "page_first_direct": (blocks, layers, block, heads, dim),
