@@ -24,7 +24,7 @@ from ..errors import ConfigError
 APP = "mooncake-kv"
 # sizeof(sockaddr_un.sun_path) is 108 with the closing NUL.
 MAX_SOCKET_PATH = 107
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class NodePaths:
 def node_paths(name: str = "default", environ: Mapping[str, str] | None = None) -> NodePaths:
     """The files of the node of that name; touches nothing. Raises ConfigError for a bad name or a path too long for a socket."""
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"node: {name!r} is not a node name: 1 to 64 letters, digits, '.', '_' and '-', the first a letter or digit")
+        raise ConfigError(f"node: {name!r} is not a node name: 1 to 64 letters, digits, '.', '_' and '-', the first not '.'")
     return at_folder(base_folder(environ) / name)
 
 

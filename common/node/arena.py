@@ -1,0 +1,202 @@
+"""The node's memory: extents, the slots carved out of them, and who maps them.
+
+Promises:
+- An extent is one memfd, sealed against resizing, so a client can never be killed by SIGBUS for touching what it has mapped. Its bytes are
+  allocated before its slots can be taken. Its number is never used again.
+- A slot has one owner at a time; freeing one twice, or one of an extent that is gone, changes nothing and is counted.
+- An extent goes through live -> draining (nothing new in it; its leases run out) -> retiring (every client told about it has to unmap it)
+  -> gone. Memory is given back only when no client maps it and no thread of the node works on it.
+
+Everything but `Extent.populate` runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from threading import Event
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from . import memory
+from .protocol import SLOT_SHIFT
+
+if TYPE_CHECKING:
+    from .index import Entry
+    from .session import Session
+
+log = logging.getLogger("mooncake_kv.node")
+
+OFFSET_MASK = (1 << SLOT_SHIFT) - 1
+# Small enough that the first slots of an extent can be granted some 10 ms after it was made.
+POPULATE_STEP = 16 << 20
+_WRITE_STEP = 1 << 20
+# An arena has at least this many extents, so that engines with different slot sizes can share a small one.
+MIN_EXTENTS = 4
+
+State = Literal["live", "draining", "retiring", "gone"]
+
+
+class Extent:
+    """One memfd, carved into `count` slots of `slot_bytes`. `told` are the sessions that may map it, `mapped` those that have said they
+    do; `pins` counts its leased pages and what threads of the node are doing in it; `stop` ends its population early."""
+
+    def __init__(self, number: int, slot_bytes: int, count: int) -> None:
+        self.number = number
+        self.slot_bytes = slot_bytes
+        self.count = count
+        self.size = count * slot_bytes
+        self.born = self.since = time.monotonic()
+        self.state: State = "live"
+        self.populated = 0
+        self.free: list[int] = []
+        self.pins = 0
+        self.stop = Event()
+        self.told: set[Session] = set()
+        self.mapped: set[Session] = set()
+        self._taken = bytearray(count)
+        self.fd = os.memfd_create(f"mooncake-kv-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, self.size)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        mapping = mmap.mmap(self.fd, self.size)
+        mapping.madvise(mmap.MADV_DONTDUMP)
+        self.memory = np.frombuffer(mapping, np.uint8)
+
+    def populate(self, progress: Callable[[int], object]) -> None:
+        """Allocate all bytes, in a thread; `progress(bytes so far)` after every step. Raises OSError when the machine has no more.
+
+        Written through the descriptor: as fast as MADV_POPULATE_WRITE (3 GB/s; both measured), and it neither holds the lock of our
+        address space, which would stall every thread that allocates, nor needs a new kernel.
+        """
+        zeros = bytes(_WRITE_STEP)
+        for start in range(0, self.size, POPULATE_STEP):
+            end = min(start + POPULATE_STEP, self.size)
+            for offset in range(start, end, _WRITE_STEP):
+                if self.stop.is_set():
+                    return
+                os.pwrite(self.fd, zeros[: end - offset], offset)
+            progress(end)
+
+    def add_populated(self, end: int) -> None:
+        """The first `end` bytes are there: their slots are free to take."""
+        first, last = self.populated // self.slot_bytes, end // self.slot_bytes
+        self.populated = end
+        base = self.number << SLOT_SHIFT
+        # Taken from the end of the list: lowest offsets first.
+        self.free[:0] = [base | i * self.slot_bytes for i in reversed(range(first, last))]
+
+    def take(self) -> int:
+        slot = self.free.pop()
+        self._taken[(slot & OFFSET_MASK) // self.slot_bytes] = 1
+        return slot
+
+    def give(self, slot: int) -> bool:
+        index, rest = divmod(slot & OFFSET_MASK, self.slot_bytes)
+        if rest or index >= self.count or not self._taken[index]:
+            return False
+        self._taken[index] = 0
+        self.free.append(slot)
+        return True
+
+    def view(self, slot: int) -> np.ndarray:
+        offset = slot & OFFSET_MASK
+        return self.memory[offset : offset + self.slot_bytes]
+
+    def close(self) -> None:
+        self.state = "gone"
+        # The last reference to the mapping unmaps it.
+        del self.memory
+        os.close(self.fd)
+
+
+class SizeClass:
+    """All extents with one slot size, and by slot the pages in them: unleased ones, the first to go first, and leased ones. `roomy` are the
+    live extents with a free slot."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.extents: dict[int, Extent] = {}
+        self.roomy: dict[int, Extent] = {}
+        self.lru: OrderedDict[int, Entry] = OrderedDict()
+        self.leased: dict[int, Entry] = {}
+        self.sessions: set[Session] = set()
+        self.populating = 0
+
+    def live(self) -> list[Extent]:
+        return [extent for extent in self.extents.values() if extent.state == "live"]
+
+
+class Arena:
+    """At most `budget` bytes of extents of about `extent_size` bytes. With `auto` it also stops growing when the machine runs short."""
+
+    def __init__(self, budget: int, extent_size: int, auto: bool) -> None:
+        self.budget = budget
+        self.extent_size = extent_size
+        self.auto = auto
+        self.bytes = 0
+        self.bad_frees = 0
+        self.extents: dict[int, Extent] = {}
+        self.classes: dict[int, SizeClass] = {}
+        self._next = 1
+
+    def size_class(self, slot_bytes: int) -> SizeClass:
+        return self.classes.setdefault(slot_bytes, SizeClass(slot_bytes))
+
+    def room_for_extent(self, slot_bytes: int) -> int:
+        """Slots that one more extent of this slot size could have now; 0 where the budget or the machine has no room."""
+        wish = max(min(self.extent_size, self.budget // MIN_EXTENTS), slot_bytes)
+        size = min(wish, self.budget - self.bytes)
+        if self.auto and size >= slot_bytes and memory.available() < 2 * size:
+            return 0
+        return max(0, size // slot_bytes)
+
+    def add_extent(self, size_class: SizeClass, count: int) -> Extent:
+        """A new extent without slots to take yet. Raises OSError where the kernel refuses it."""
+        extent = Extent(self._next, size_class.slot_bytes, count)
+        self._next += 1
+        self.bytes += extent.size
+        self.extents[extent.number] = size_class.extents[extent.number] = extent
+        return extent
+
+    def add_populated(self, extent: Extent, end: int) -> None:
+        if extent.state == "live":
+            extent.add_populated(end)
+            if extent.free:
+                self.classes[extent.slot_bytes].roomy[extent.number] = extent
+
+    def take(self, extent: Extent) -> int:
+        slot = extent.take()
+        if not extent.free:
+            del self.classes[extent.slot_bytes].roomy[extent.number]
+        return slot
+
+    def give(self, slot: int) -> None:
+        """A slot has no owner any more."""
+        extent = self.extents.get(slot >> SLOT_SHIFT)
+        if extent is None or not extent.give(slot):
+            self.bad_frees += extent is not None
+        elif extent.state == "live":
+            self.classes[extent.slot_bytes].roomy[extent.number] = extent
+
+    def is_live(self, slot: int) -> bool:
+        extent = self.extents.get(slot >> SLOT_SHIFT)
+        return extent is not None and extent.state == "live"
+
+    def drain(self, extent: Extent) -> None:
+        """Nothing new in this extent; its pages have to be dropped by the caller."""
+        extent.state = "draining"
+        extent.stop.set()
+        self.classes[extent.slot_bytes].roomy.pop(extent.number, None)
+
+    def close(self, extent: Extent) -> None:
+        """Give the extent's memory back. The caller has made sure that nobody maps it and no thread works on it."""
+        del self.extents[extent.number], self.classes[extent.slot_bytes].extents[extent.number]
+        self.classes[extent.slot_bytes].roomy.pop(extent.number, None)
+        self.bytes -= extent.size
+        extent.close()

@@ -1,0 +1,180 @@
+"""Where free slots come from: free ones, a new extent, the oldest page, or an extent of another slot size.
+
+Promises:
+- `take` never blocks and looks at a bounded number of extents and pages. It prefers what costs nothing, then growth (waiting while a new
+  extent is being populated or mapped), then eviction.
+- An extent changes its slot size only by being emptied, unmapped by everybody, given back and made anew; leases run out first. That
+  happens when an engine has no extent at all, or when the extent is colder on average than the page that would be evicted instead; one at
+  a time, and not sooner than SETTLE_S after it was made while its engine is there.
+- Memory of slot sizes that no engine and no page uses any more is given back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Container
+
+from .arena import Arena, Extent, SizeClass
+from .index import Index
+from .metrics import Counters
+from .protocol import Retire
+from .session import Session
+from .staging import Pool
+
+log = logging.getLogger("mooncake_kv.node")
+
+SETTLE_S = 10.0
+# How long clients may take to map (and pin) a new extent before pages are evicted instead.
+MAPPING_S = 5.0
+RETRY_S = 1.0
+
+
+class Room:
+    """`announce` tells the clients about a new extent, `void` frees what is outstanding in one that is about to go, `changed` is called
+    when there may be more room than before."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        index: Index,
+        pool: Pool,
+        counters: Counters,
+        *,
+        announce: Callable[[Extent], object],
+        void: Callable[[Extent], object],
+        changed: Callable[[], object],
+        threadsafe: Callable[..., object],
+    ) -> None:
+        self._arena = arena
+        self._index = index
+        self._pool = pool
+        self._counters = counters
+        self._announce = announce
+        self._void = void
+        self._changed = changed
+        self._threadsafe = threadsafe
+        self._grow_after = 0.0
+        self._rebalance_after = 0.0
+        index.settle = self.settle
+
+    def take(self, usable: Container[Extent], size_class: SizeClass) -> int | None:
+        """A slot in a usable extent, now owned by the caller; None if there is none at the moment."""
+        for extent in size_class.roomy.values():
+            if extent in usable:
+                return self._arena.take(extent)
+        if size_class.populating or self.grow(size_class):
+            return None
+        now = time.monotonic()
+        if any(now - extent.born < MAPPING_S for extent in size_class.roomy.values()):
+            return None
+        self._rebalance(size_class, now)
+        slot = self._index.evict(size_class, usable)
+        self._counters.pages_evicted += slot is not None
+        return slot
+
+    def grow(self, size_class: SizeClass) -> bool:
+        """Start one more extent if the budget and the machine allow it."""
+        now = time.monotonic()
+        if now < self._grow_after:
+            return False
+        count = self._arena.room_for_extent(size_class.slot_bytes)
+        if not count:
+            self._grow_after = now + RETRY_S
+            return False
+        try:
+            extent = self._arena.add_extent(size_class, count)
+        except OSError as error:
+            self._grow_after = now + RETRY_S
+            log.error("no new extent of %d bytes: %s", count * size_class.slot_bytes, error)
+            return False
+        # Its thread writes through the extent's descriptor until then.
+        extent.pins += 1
+        size_class.populating += 1
+        self._announce(extent)
+
+        def done(complete: bool | None) -> None:
+            extent.pins -= 1
+            size_class.populating -= 1
+            if not complete and extent.state == "live":
+                self._arena.budget = max(self._arena.bytes - extent.size, 0)
+                log.error("the machine has no memory for extent %d; the arena stays at %d bytes", extent.number, self._arena.budget)
+                self.drain(extent)
+            self.settle(extent)
+            self._changed()
+
+        def populate() -> bool:
+            extent.populate(lambda end: self._threadsafe(self._populated, extent, end))
+            return True
+
+        self._pool.submit(populate, done)
+        return True
+
+    def _populated(self, extent: Extent, end: int) -> None:
+        self._arena.add_populated(extent, end)
+        self._changed()
+
+    def _rebalance(self, size_class: SizeClass, now: float) -> None:
+        """Take an extent from another slot size if that is better than evicting a page of this one."""
+        if now < self._rebalance_after or any(extent.state != "live" for extent in self._arena.extents.values()):
+            return
+        self._rebalance_after = now + RETRY_S
+        own = size_class.live()
+        candidates = []
+        for other in self._arena.classes.values():
+            if other is not size_class:
+                live = other.live()
+                spare = len(live) > 1 or not own
+                candidates += [e for e in live if not other.sessions or (spare and now - e.born > SETTLE_S)]
+        if not candidates:
+            return
+        coldest = min(candidates, key=self._index.warmth)
+        if not own or self._index.warmth(coldest) < self._index.oldest(size_class):
+            self._counters.extents_recarved += 1
+            self.drain(coldest)
+
+    def drain(self, extent: Extent) -> None:
+        """Drop an extent's pages; it is retired when the last lease in it has ended."""
+        self._arena.drain(extent)
+        self._index.drop_extent(extent)
+        self.settle(extent)
+
+    def settle(self, extent: Extent) -> None:
+        """Take an extent that is no longer live one step further, if nothing keeps it."""
+        if extent.state == "draining" and not extent.pins:
+            extent.state = "retiring"
+            extent.since = time.monotonic()
+            for session in extent.told:
+                session.send(Retire(extent.number))
+        if extent.state == "retiring" and not extent.told:
+            self._void(extent)
+            self._arena.close(extent)
+            self._grow_after = 0.0
+            self._changed()
+
+    def unmapped(self, extent: Extent, session: Session) -> None:
+        extent.mapped.discard(session)
+        extent.told.discard(session)
+        self.settle(extent)
+
+    def give_back_unused(self) -> None:
+        """Retire the extents of slot sizes that nobody is connected with and that hold no page."""
+        for size_class in list(self._arena.classes.values()):
+            if size_class.sessions or size_class.lru or size_class.leased:
+                continue
+            for extent in size_class.live():
+                self.drain(extent)
+            if not size_class.extents:
+                del self._arena.classes[size_class.slot_bytes]
+
+    def report_slow(self, now: float, limit_s: float) -> None:
+        """Log the extents that wait for a client to unmap them."""
+        for extent in self._arena.extents.values():
+            if extent.state == "retiring" and now - extent.since > limit_s:
+                pids = sorted(session.pid for session in extent.told)
+                log.warning("extent %d waits since %d s to be unmapped by pids %s", extent.number, now - extent.since, pids)
+
+    def close(self) -> None:
+        for extent in self._arena.extents.values():
+            extent.stop.set()
+        self._pool.close()

@@ -1,0 +1,381 @@
+"""What the node does for its clients: the parts, who belongs to which engine and namespace, and one handler for each message.
+
+Promises: every handler returns within about a millisecond; longer work goes to a thread or is cut into steps. A handler raises ValueError
+where the client broke the protocol, and has changed nothing then that outlives the connection. Knows no sockets: a connection is something
+to send messages to, and its end is reported by `gone`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ..identity import KVNamespace
+from ..page import PageLayout
+from . import protocol
+from .arena import Arena, Extent
+from .connection import Connection
+from .credits import Credits
+from .index import Entry, Index, Namespace, split_hashes
+from .memory import auto_size
+from .metrics import Counters, Latency, Stats
+from .protocol import HASH_BYTES
+from .room import Room
+from .session import Engine, ProtocolError, Session
+from .settings import NodeSettings
+from .staging import Pool, Sealer, Stager
+
+log = logging.getLogger("mooncake_kv.node")
+
+SLOW_S = 30.0
+# Leases may hold this share of the arena (1 / WINDOW_SHARE), so that saving goes on while prefixes are staged.
+WINDOW_SHARE = 2
+DROP_STEP = 2000
+
+
+class Service:
+    """`leave` is called with the reason when a client stops the node. Runs on the thread of `loop`."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, name: str, settings: NodeSettings, version: str, leave: Callable[[str], object]
+    ) -> None:
+        self._loop = loop
+        self._name = name
+        self._settings = settings
+        self._version = version
+        self._leave = leave
+        self._epoch = secrets.randbits(63) | 1
+        self._generation = 0
+        self._refill_due = False
+        self._engines: dict[str, Engine] = {}
+        self._started = self.last_engine = time.monotonic()
+        self.metrics_address = ""
+        self.counters = Counters()
+        self.lookups = Latency()
+        budget = settings.dram_size or auto_size()
+        self._arena = Arena(budget, settings.extent_size, auto=not settings.dram_size)
+        self._index = Index(self._arena, budget // WINDOW_SHARE)
+        cores = len(os.sched_getaffinity(0))
+        self._check_pool = Pool(loop, "check", min(4, cores), nice=5)
+        self._seal_pool = Pool(loop, "seal", 1, nice=10)
+        self._room = Room(
+            self._arena,
+            self._index,
+            Pool(loop, "grow", 1, nice=10),
+            self.counters,
+            announce=self._announce,
+            void=self._void,
+            changed=self._changed,
+            threadsafe=loop.call_soon_threadsafe,
+        )
+        self._stager = Stager(self._index, self._check_pool, self.counters)
+        self._sealer = Sealer(self._arena, self._index, self._seal_pool, self.counters, self._changed)
+        self._credits = Credits(self._arena, self._index, self._room, self._sealer, self.counters)
+
+    @property
+    def dram_bytes(self) -> int:
+        return self._arena.budget
+
+    @property
+    def has_engines(self) -> bool:
+        return bool(self._engines)
+
+    def close(self) -> None:
+        """Wait for what the threads are doing; nothing new starts."""
+        self._check_pool.close()
+        self._seal_pool.close()
+        self._room.close()
+
+    # ---- coming and going
+
+    def hello(self, connection: Connection, pid: int, message: protocol.Hello) -> Session:
+        """Let a client in. Raises ValueError, with a sentence for its user, for one that cannot be served."""
+        if message.major != protocol.MAJOR:
+            raise ValueError(
+                f"node {self._name!r} (version {self._version}) speaks protocol {protocol.MAJOR}.{protocol.MINOR}, this client "
+                f"(version {message.version}) {message.major}.{message.minor}: stop the node (kill {os.getpid()}) and a new one will start"
+            )
+        session = Session(connection, message.role, pid)
+        if message.role != "tool":
+            session.engine = self._join(message)
+        self._welcome(session, message)
+        return session
+
+    def gone(self, session: Session) -> None:
+        """The client has closed its connection, so it touches no slot any more."""
+        if session.is_tool:
+            return
+        engine, space = session.engine, session.space
+        if engine.scheduler is session:
+            engine.scheduler = None
+        for members in (engine.sessions, space.sessions, space.size_class.sessions):
+            members.discard(session)
+        self._credits.leave(session, self._stager.leave(session))
+        for extent in [extent for extent in space.size_class.extents.values() if session in extent.told]:
+            self._room.unmapped(extent, session)
+        if engine.sessions:
+            engine.refresh()
+        else:
+            del self._engines[engine.name]
+        self.last_engine = time.monotonic()
+        self._changed()
+
+    def handle(self, session: Session, message: protocol.ToNode) -> None:
+        _HANDLERS[type(message)](self, session, message)
+
+    def _join(self, message: protocol.Hello) -> Engine:
+        """The engine of a new client. Raises ValueError for what cannot be served."""
+        engine = self._engines.get(message.engine)
+        if not message.engine:
+            raise ValueError("the client does not name its engine")
+        if engine is not None and engine.space.digest != message.digest:
+            raise ValueError(f"engine {message.engine!r} has clients of two namespaces, {engine.space.digest} and {message.digest}")
+        space = self._space(message.digest, message.namespace)
+        if engine is None:
+            engine = self._engines[message.engine] = Engine(message.engine, space)
+        return engine
+
+    def _space(self, digest: str, encoded: bytes) -> Namespace:
+        if space := self._index.spaces.get(digest):
+            if space.encoded != encoded:
+                raise ValueError(f"namespace digest {digest} stands for two namespaces")
+            return space
+        if len(digest) != 32 or digest.strip("0123456789abcdef"):
+            raise ValueError(f"{digest[:80]!r} is no namespace digest of 32 hex digits")
+        layout = PageLayout(KVNamespace.decode(encoded))
+        if layout.slot_bytes > self._arena.budget:
+            source = self._settings.sources["dram_size"]
+            raise ValueError(f"one page has {layout.slot_bytes} bytes and the node's dram_size is {self._arena.budget} ({source})")
+        space = Namespace(digest, encoded, layout, self._arena.size_class(layout.slot_bytes))
+        self._index.spaces[digest] = space
+        return space
+
+    def _welcome(self, session: Session, message: protocol.Hello) -> None:
+        older = None
+        if not session.is_tool:
+            engine, space = session.engine, session.space
+            if session.role == "scheduler":
+                self._generation += 1
+                session.generation = self._generation
+                older, engine.scheduler = engine.scheduler, session
+            elif engine.scheduler is not None:
+                session.generation = engine.scheduler.generation - 1
+            else:
+                session.generation = self._generation
+            for members in (engine.sessions, space.sessions, space.size_class.sessions):
+                members.add(session)
+        conflicts = self._settings.conflicts(message.settings, message.sources)
+        session.send(
+            protocol.Welcome(
+                major=protocol.MAJOR,
+                minor=protocol.MINOR,
+                version=self._version,
+                epoch=self._epoch,
+                generation=session.generation,
+                pid=os.getpid(),
+                slot_bytes=0 if session.is_tool else session.space.layout.slot_bytes,
+                dram_bytes=self._arena.budget,
+                conflicts=conflicts,
+            )
+        )
+        if older is not None:
+            log.warning("a newer scheduler of engine %s (pid %d) takes the place of pid %d", message.engine, session.pid, older.pid)
+            older.connection.end()
+        if not session.is_tool:
+            log.info("pid %d joined as %s of engine %s, namespace %s", session.pid, session.role, message.engine, message.digest)
+            for extent in session.space.size_class.live():
+                self._tell(session, extent)
+            session.engine.refresh()
+            if not session.space.size_class.extents:
+                # Let the first memory be there before the first request is.
+                self._room.grow(session.space.size_class)
+
+    def _mapped(self, session: Session, message: protocol.Mapped) -> None:
+        extent = self._arena.extents.get(message.extent)
+        if extent is not None and session in extent.told:
+            extent.mapped.add(session)
+            session.engine.refresh(extent)
+            self._changed()
+
+    def _unmapped(self, session: Session, message: protocol.Unmapped) -> None:
+        extent = self._arena.extents.get(message.extent)
+        if extent is not None and session in extent.told:
+            self._room.unmapped(extent, session)
+            session.engine.refresh(extent)
+
+    def _want(self, session: Session, message: protocol.Want) -> None:
+        self._credits.want(session, message.count)
+        self._changed()
+
+    def _fetch(self, session: Session, message: protocol.Fetch) -> None:
+        _check_hashes(message.hashes)
+        self._stager.fetch(session, message.request, message.hashes, message.limit_bytes)
+
+    def _release(self, session: Session, message: protocol.Release) -> None:
+        self._stager.release(session, message.request)
+
+    def _commit(self, session: Session, message: protocol.Commit) -> None:
+        _check_hashes(message.hashes)
+        self._credits.commit(session, message)
+        self._changed()
+
+    def _discard(self, session: Session, message: protocol.Discard) -> None:
+        self._credits.discard(session, message.slots)
+        self._changed()
+
+    def _reserve(self, session: Session, message: protocol.Reserve) -> None:
+        _check_hashes(message.hashes)
+        session.send(protocol.Reserved(message.request, self._credits.reserve(session, message.hashes)))
+
+    def _lookup(self, session: Session, message: protocol.Lookup) -> None:
+        start = time.perf_counter()
+        _check_hashes(message.hashes)
+        run = self._index.find(session.space, message.hashes)
+        self._index.touch(run)
+        session.chains.expect(message.hashes, len(run))
+        session.send(protocol.Hits(message.request, len(run)))
+        self.counters.lookups += 1
+        self.lookups.add(time.perf_counter() - start)
+
+    def _suspect(self, session: Session, message: protocol.Suspect) -> None:
+        _check_hashes(message.hashes)
+        self._stager.suspect(session.space, [page_hash for (page_hash,) in split_hashes(message.hashes)])
+
+    def _fenced(self, session: Session, message: protocol.Fenced) -> None:
+        self._credits.fenced(session, message.generation)
+        self._changed()
+
+    def _drop(self, session: Session, message: protocol.Drop) -> None:
+        entries = self._index.hide_all(session.space)
+        self._credits.forget(session.space)
+        self.counters.pages_dropped += len(entries)
+        self._drop_step(entries)
+        session.send(protocol.Done(message.request, len(entries)))
+
+    def _drop_step(self, entries: list[Entry]) -> None:
+        for entry in entries[-DROP_STEP:]:
+            self._index.drop(entry)
+        del entries[-DROP_STEP:]
+        if entries:
+            self._loop.call_soon(self._drop_step, entries)
+        else:
+            self._changed()
+
+    def _ping(self, session: Session, message: protocol.Ping) -> None:
+        session.send(protocol.Done(message.request))
+
+    def _stats(self, session: Session, message: protocol.Stats) -> None:
+        session.send(protocol.StatsReply(message.request, self.stats()))
+
+    def _stop(self, session: Session, message: protocol.Stop) -> None:
+        session.send(protocol.Done(message.request))
+        self._leave(f"stopped by pid {session.pid}")
+
+    # ---- extents and grants
+
+    def _announce(self, extent: Extent) -> None:
+        for session in self._arena.classes[extent.slot_bytes].sessions:
+            if not session.connection.ended:
+                self._tell(session, extent)
+
+    def _tell(self, session: Session, extent: Extent) -> None:
+        extent.told.add(session)
+        session.send(protocol.Extent(extent.number, extent.size), extent.fd)
+
+    def _void(self, extent: Extent) -> None:
+        sessions = self._arena.classes[extent.slot_bytes].sessions
+        self._credits.void(extent, sessions)
+        for engine in {session.engine for session in sessions}:
+            engine.usable.discard(extent)
+
+    def _changed(self) -> None:
+        """There may be something to grant: look once, after what is being done now."""
+        if not self._refill_due:
+            self._refill_due = True
+            self._loop.call_soon(self._refill)
+
+    def _refill(self) -> None:
+        self._refill_due = False
+        if self._credits.refill():
+            self._changed()
+
+    # ---- housekeeping
+
+    def keep_house(self, now: float) -> None:
+        """To be called every half second or so."""
+        self._credits.expire(now)
+        for digest, space in list(self._index.spaces.items()):
+            if not (space.pages or space.claims or space.sessions):
+                del self._index.spaces[digest]
+        self._room.give_back_unused()
+        self._changed()
+
+    def report_slow(self, now: float) -> None:
+        self._room.report_slow(now, SLOW_S)
+
+    def stats(self) -> Stats:
+        """A flat snapshot of facts, gauges and counters."""
+        arena, index = self._arena, self._index
+        sessions = [session for engine in self._engines.values() for session in engine.sessions]
+        stats: Stats = {
+            "name": self._name,
+            "pid": os.getpid(),
+            "version": self._version,
+            "uptime_s": round(time.monotonic() - self._started, 3),
+            "metrics": self.metrics_address,
+            "dram_bytes": arena.budget,
+            "arena_bytes": arena.bytes,
+            "extents": len(arena.extents),
+            "free_bytes": sum(len(extent.free) * extent.slot_bytes for extent in arena.extents.values()),
+            "pages": sum(len(space.pages) for space in index.spaces.values()),
+            "namespaces": len(index.spaces),
+            "leased_pages": index.leased_pages,
+            "leased_bytes": index.leased_bytes,
+            "window_bytes": index.window,
+            "granted_slots": sum(len(session.granted) for session in sessions),
+            "quarantined_slots": self._credits.quarantined,
+            "reserved_bytes": self._credits.reserved_bytes,
+            "bad_frees": arena.bad_frees,
+            "checking": self._check_pool.pending,
+            "sealing": self._sealer.pending,
+            "clients": len(sessions),
+            "engines": len(self._engines),
+            "unsent_bytes": sum(session.connection.queued_bytes for session in sessions),
+        }
+        return stats | msgspec.structs.asdict(self.counters)
+
+
+def _check_hashes(joined: bytes) -> None:
+    if len(joined) % HASH_BYTES:
+        raise ProtocolError(f"{len(joined)} bytes of page hashes are no multiple of {HASH_BYTES}")
+
+
+def _second_hello(service: Service, session: Session, message: protocol.Hello) -> None:
+    raise ProtocolError("a second Hello")
+
+
+_HANDLERS: dict[type, Callable[[Service, Session, Any], None]] = {
+    protocol.Hello: _second_hello,
+    protocol.Mapped: Service._mapped,
+    protocol.Unmapped: Service._unmapped,
+    protocol.Want: Service._want,
+    protocol.Fetch: Service._fetch,
+    protocol.Release: Service._release,
+    protocol.Commit: Service._commit,
+    protocol.Discard: Service._discard,
+    protocol.Reserve: Service._reserve,
+    protocol.Lookup: Service._lookup,
+    protocol.Suspect: Service._suspect,
+    protocol.Fenced: Service._fenced,
+    protocol.Drop: Service._drop,
+    protocol.Ping: Service._ping,
+    protocol.Stats: Service._stats,
+    protocol.Stop: Service._stop,
+}
