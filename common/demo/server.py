@@ -129,7 +129,7 @@ class Server:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 # The first error is the cause; vLLM's processes report it to one another afterwards.
-                reason = re.search(r"\b(\w+Error: .+|error: .+)", self._log.read_text(errors="replace"))
+                reason = re.search(r"^(?:\(.*\] )?(\w*[Ee]rror: .+)", self._log.read_text(errors="replace"), re.MULTILINE)
                 raise DemoFailed(f"the engine did not start: {reason[1][:300] if reason else 'no reason given'}; see {self._log}")
             with suppress(DemoFailed):
                 self._open("/health", timeout_s=2).close()

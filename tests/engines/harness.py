@@ -115,7 +115,8 @@ class _Child:
 
 class Engine:
     """A vLLM engine in a child process. `settings` configures the connector `mooncake`; None: an engine without connector (or with the one
-    in `engine_arguments`)."""
+    in `engine_arguments`). `in_process` keeps scheduler and worker in the child itself: it starts in 8 s instead of 20 and `call` can reach
+    both, but it is not how engines are deployed."""
 
     def __init__(
         self,
@@ -124,6 +125,7 @@ class Engine:
         *,
         settings: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        in_process: bool = False,
         start_timeout_s: float = START_TIMEOUT_S,
         **engine_arguments: Any,
     ) -> None:
@@ -137,7 +139,8 @@ class Engine:
         }
         if settings is not None:
             arguments["kv_transfer_config"] = transfer_config(settings)
-        self._child = _Child([sys.executable, str(DRIVER)], engine_environment(environment), log, pipes=True)
+        variables = {**(environment or {}), **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {})}
+        self._child = _Child([sys.executable, str(DRIVER)], engine_environment(variables), log, pipes=True)
         self.log = log
         self._buffer = b""
         self._next_id = 0
