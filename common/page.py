@@ -1,5 +1,4 @@
-"""The bytes of a page: one slot holds all objects of a page (head groups x layer groups), each followed by a trailer that proves what it
-is.
+"""The bytes of a page: one slot holds all objects of a page (head groups x layer groups), each with a trailer that proves what it is.
 
 Promises:
 - Payload, C order: `[layer][K, V][token][head in group][dim]`, MLA `[layer][token][dim]`. It follows from the KVNamespace alone, so engines

@@ -2,11 +2,11 @@
 
 Promises:
 - The digest depends on the name, dtype, shape and content of every tensor, and on nothing else: not on the folder, the names or the
-number of the files, or the order of tensors in them.
+  number of the files, or the order of tensors in them.
 - `sample` reads two windows of 4 KiB of each tensor at a quarter and three quarters of its bytes (tensors below 16 KiB: all bytes), and the
   files' headers; `full` reads everything. Neither maps files into memory, so a file that shrinks meanwhile is an error and not a crash.
 - What `full` found is kept per file under (device, inode, size, mtime, ctime): any write to a file makes it read again. Nobody but the
-user can have written what is taken from there.
+  user can have written what is taken from there.
 """
 
 from __future__ import annotations
