@@ -72,6 +72,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_like_vllm()
         compat.require(compat.CONNECTOR)
         compat.warn_if_untested()
         transfer = self._kv_transfer_config
@@ -309,6 +310,14 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> MooncakeKVPromMetrics:
         return MooncakeKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _log_like_vllm() -> None:
+    """Our lines appear where vLLM's do, with its format and level; without this Python shows only warnings."""
+    ours, vllms = logging.getLogger("mooncake_kv"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers, ours.propagate = vllms.handlers, False
+        ours.setLevel(vllms.level)
 
 
 def _final_tokens(request: Request, scheduled: int) -> int:

@@ -34,15 +34,16 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: CacheConfig) ->
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     kv_dtype, variant = _kv_dtype(vllm_config, spec)
     mla = bool(model.use_mla)
-    compute_dtype = str(model.dtype).removeprefix("torch.")
     return KVNamespace.build(
         model=model_fingerprint(
             model.hf_text_config.to_dict(),
-            None if config.model_id else _weights_folder(vllm_config),
+            Path() if config.model_id else _weights_folder(vllm_config),
+            compute_dtype=str(model.dtype),
+            max_model_len=model.max_model_len,
+            quantization="" if getattr(model.hf_config, "quantization_config", None) else model.quantization or "",
+            load_format=str(vllm_config.load_config.load_format),
             mode=config.fingerprint,
             model_id=config.model_id,
-            compute_dtype=compute_dtype,
-            quantization=model.quantization or "",
         ),
         kv_dtype=kv_dtype,
         num_layers=model.get_total_num_hidden_layers(),
@@ -97,8 +98,6 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
         _refuse("attention that is not causal, where a page depends on later tokens")
     if spec.tokens_per_state != 1:
         _refuse(f"compressed KV (tokens_per_state={spec.tokens_per_state})")
-    if vllm_config.cache_config.calculate_kv_scales:
-        _refuse("calculate_kv_scales, which makes every engine's KV scales different")
     layers = vllm_config.model_config.get_num_layers(parallel)
     if len(groups[0].layer_names) != layers:
         _refuse(f"layers that share KV, or extra ones ({len(groups[0].layer_names)} KV layers for {layers} layers of the model)")
@@ -124,8 +123,6 @@ def _kv_dtype(vllm_config: Any, spec: Any) -> tuple[str, str]:
 def _weights_folder(vllm_config: Any) -> Path:
     """The folder with the weight files that vLLM has just loaded."""
     model, load = vllm_config.model_config, vllm_config.load_config
-    if load.load_format == "dummy":
-        raise UnsupportedError("load_format 'dummy' has no weight files to identify the model by; set model_id in the cache configuration.")
     folder = Path(model.model)
     if folder.is_dir():
         return folder

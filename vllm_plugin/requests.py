@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common.fingerprint import adapter_fingerprint
+from ..common.adapter import adapter_fingerprint
 from ..common.hashing import storage_namespace_seed
 
 
