@@ -213,6 +213,16 @@ def test_layout_agrees_with_the_reference(name: str, item: int) -> None:
     check(engine, layout, np.random.default_rng(2).permutation(6 * 32)[:90], 3, 0, 0, threads=1)
 
 
+@pytest.mark.parametrize("name", ["cpu-vec", "cpu-amx", "gpu-BHLNC", "sglang-page_head", "lmdeploy"])
+@pytest.mark.parametrize(("first_head", "heads"), [(0, 6), (1, 5), (1, 4), (0, 1), (3, 1), (5, 1)])
+def test_rectangle_of_parts_of_head_groups(name: str, first_head: int, heads: int) -> None:
+    """Layers 1 to 3 of 5 in groups of 2, heads of 6 in groups of 2: whole objects, parts of objects and both together."""
+    engine = Engine(name, layers=3, heads=heads, dim=32, block=32, blocks=6, item=2)
+    layout = layout_for(engine, layers=5, heads=6, page=64, per_group=2, heads_per_group=2)
+    slots = (np.array([4, 1, 2, 5])[:, None] * 32 + np.arange(32)).ravel()
+    check(engine, layout, slots[3:], 3, 1, first_head, threads=1)
+
+
 @given(data=st.data())
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_slots_and_rectangle(data: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:
