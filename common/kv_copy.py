@@ -177,6 +177,8 @@ class BoundView:
     def _copy(self, token_slots: np.ndarray, first_token: int, pages: Sequence[np.ndarray], to_engine: bool) -> None:
         slots = np.asarray(token_slots, np.int64)
         runs = find_runs(slots, first_token, self.layout.namespace.page_tokens, self._block_size)
+        if first_token < 0:
+            raise ValueError(f"the first token is {first_token}, which is no position")
         touched = runs[-1].page + 1 if runs else 0
         if touched != len(pages):
             raise ValueError(f"tokens [{first_token}, {first_token + len(slots)}) lie in {touched} pages, not in {len(pages)}")
@@ -235,9 +237,16 @@ def stack_layers(tensors: Sequence[Any]) -> list[tuple[int, Any]]:
     """Join per-layer arrays of equal shape into arrays with a leading layer axis: [(first layer, array)], one where possible.
 
     Layers at equal distances in memory (one allocation, usually) are described by a stride; nothing is copied. Torch tensors on the CPU
-    become numpy arrays of unsigned integers; on other devices they become torch tensors of signed integers of the same size.
+    become numpy arrays of unsigned integers; on other devices they become torch tensors of signed integers of the same size. Raises
+    UnsupportedError for layers that differ.
     """
     layers = [_integers(tensor) for tensor in tensors]
+    for number, layer in enumerate(layers):
+        if layer.shape != layers[0].shape or layer.dtype != layers[0].dtype:
+            raise UnsupportedError(
+                f"the KV tensor of layer {number} has shape {tuple(layer.shape)} of {layer.itemsize} bytes an item, "
+                f"that of layer 0 {tuple(layers[0].shape)} of {layers[0].itemsize}; layers that differ are not supported"
+            )
     result: list[tuple[int, Any]] = []
     first = 0
     while first < len(layers):
@@ -270,8 +279,6 @@ def _integers(tensor: Any) -> Any:
 def _distance(one: Any, other: Any) -> int | None:
     """Bytes from one layer to the next, None if they do not have the same strides. numpy addresses any memory by strides; torch only
     within a storage."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return None
     if isinstance(one, np.ndarray):
         return other.ctypes.data - one.ctypes.data if one.strides == other.strides else None
     distance = other.data_ptr() - one.data_ptr()

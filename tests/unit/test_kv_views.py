@@ -409,6 +409,8 @@ def test_pages_are_what_vllm_wrote(write_cache: Callable[..., None], isa: str, d
         (lambda: vllm_cpu([torch.zeros(2, 1, 48, 128, dtype=torch.bfloat16)], 48, "amx"), "48"),
         (lambda: vllm_cpu([torch.zeros(2, 32, 1, 64).transpose(1, 2)[:, :, :, ::2]], 32, "vec"), "strides"),
         (lambda: vllm_gpu([torch.zeros(2, 1, 32, 64)], 48), "block size is 48"),
+        (lambda: vllm_gpu([torch.zeros(2, 1, 32, 64), torch.zeros(2, 1, 32, 128)], 32), "layer 1 has shape"),
+        (lambda: vllm_gpu([torch.zeros(2, 1, 32, 64), torch.zeros(2, 1, 32, 64, dtype=torch.half)], 32), "layer 1 .* 2 bytes"),
         (lambda: vllm_gpu([torch.zeros(2, 32, 64)], 32), "no known layout"),
         (lambda: vllm_gpu([torch.zeros(2, 2, 32, 576)], 32, mla=True), "no known layout"),
         (lambda: sglang_host(torch.zeros(2, 3, 4, 5, 6), "page_unified"), "'page_unified'"),
@@ -454,4 +456,6 @@ def test_wrong_arguments_copy_nothing() -> None:
                 copy(slots, 0, given_pages)
     assert np.array_equal(engine.items, before)
     assert all((page == 7).all() for page in pages)
+    with pytest.raises(ValueError, match="first token is -1"):
+        bound.gather(np.arange(17), -1, pages)
     bound.gather(np.arange(0), 5, [])
