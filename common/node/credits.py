@@ -82,7 +82,8 @@ class Credits:
         share = self._arena.budget // UNCOMMITTED_SHARE // len(self._schedulers)
         for session in self._schedulers:
             engine, size_class = session.engine, session.space.size_class
-            held = sum(len(q.slots) for q in engine.quarantines) + len(session.granted)
+            # What is being sealed counts, so that a fast writer cannot push everything out before its own pages are there.
+            held = len(session.granted) + session.sealing + sum(len(q.slots) for q in engine.quarantines)
             lacking = min(session.want, max(1, share // size_class.slot_bytes)) - held
             slots: list[int] = []
             while len(slots) < min(lacking, GRANT_STEP) and (slot := self._room.take(engine.usable, size_class)) is not None:
@@ -106,7 +107,8 @@ class Credits:
         if reservation is None:
             if page_hash in space.claims:
                 return STORED  # being sealed
-            if self.reserved_bytes and self.reserved_bytes + size > self._arena.budget // UNCOMMITTED_SHARE:
+            held = self.reserved_bytes + session.sealing * size
+            if held and held + size > self._arena.budget // UNCOMMITTED_SHARE:
                 return NO_SLOT
             slot = self._room.take(session.engine.usable, space.size_class)
             if slot is None:

@@ -173,8 +173,8 @@ class Stop(Message, tag=True):
 
 
 class Welcome(Message, tag=True, kw_only=True):
-    """`conflicts` has one sentence for each node setting that the client was given explicitly and that differs from the running node's: key,
-    both values, both sources. The client decides (`node_conflict`); it has to leave if it does not accept the node's values.
+    """`conflicts` has one sentence for each node setting that the client was given explicitly and that differs from the running node's:
+    key, both values, both sources. The client decides (`node_conflict`); it has to leave if it does not accept the node's values.
 
     `generation` is a scheduler's own number. To a worker it says that this generation and all before it are over for its engine, like a
     `Fence` that needs no answer. `dram_bytes` is the most that the arena may grow to."""

@@ -56,6 +56,8 @@ class Room:
         self._threadsafe = threadsafe
         self._grow_after = 0.0
         self._rebalance_after = 0.0
+        # For whom an extent is being emptied: nobody else grows meanwhile.
+        self._heir: SizeClass | None = None
         index.settle = self.settle
 
     def take(self, usable: Container[Extent], size_class: SizeClass) -> int | None:
@@ -76,7 +78,8 @@ class Room:
     def grow(self, size_class: SizeClass) -> bool:
         """Start one more extent if the budget and the machine allow it."""
         now = time.monotonic()
-        if now < self._grow_after:
+        heir = self._heir
+        if now < self._grow_after or (heir is not None and heir is not size_class and heir.sessions):
             return False
         count = self._arena.room_for_extent(size_class.slot_bytes)
         if not count:
@@ -88,6 +91,8 @@ class Room:
             self._grow_after = now + RETRY_S
             log.error("no new extent of %d bytes: %s", count * size_class.slot_bytes, error)
             return False
+        if heir is size_class:
+            self._heir = None
         # Its thread writes through the extent's descriptor until then.
         extent.pins += 1
         size_class.populating += 1
@@ -131,6 +136,7 @@ class Room:
         coldest = min(candidates, key=self._index.warmth)
         if not own or self._index.warmth(coldest) < self._index.oldest(size_class):
             self._counters.extents_recarved += 1
+            self._heir = size_class
             self.drain(coldest)
 
     def drain(self, extent: Extent) -> None:

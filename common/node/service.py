@@ -54,6 +54,7 @@ class Service:
         self._epoch = secrets.randbits(63) | 1
         self._generation = 0
         self._refill_due = False
+        self._closed = False
         self._engines: dict[str, Engine] = {}
         self._started = self.last_engine = time.monotonic()
         self.metrics_address = ""
@@ -89,6 +90,7 @@ class Service:
 
     def close(self) -> None:
         """Wait for what the threads are doing; nothing new starts."""
+        self._closed = True
         self._check_pool.close()
         self._seal_pool.close()
         self._room.close()
@@ -256,8 +258,8 @@ class Service:
         entries = self._index.hide_all(session.space)
         self._credits.forget(session.space)
         self.counters.pages_dropped += len(entries)
-        self._drop_step(entries)
         session.send(protocol.Done(message.request, len(entries)))
+        self._drop_step(entries)
 
     def _drop_step(self, entries: list[Entry]) -> None:
         for entry in entries[-DROP_STEP:]:
@@ -303,7 +305,7 @@ class Service:
 
     def _refill(self) -> None:
         self._refill_due = False
-        if self._credits.refill():
+        if not self._closed and self._credits.refill():
             self._changed()
 
     # ---- housekeeping

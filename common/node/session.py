@@ -52,7 +52,9 @@ class Engine:
 
 class Session:
     """One client. `granted` are its nameless slots, None or what is committed of them so far; `reserved` those it asked for by name and
-    still may write to; `runs` its fetches that hold leases, by request number; `chains` what it is expected to store."""
+    still may write to; `runs` its fetches that hold leases, by request number;
+    `sealing` counts the pages it has
+    committed that are not visible yet; `chains` is what it is expected to store."""
 
     def __init__(self, connection: Connection, role: Role, pid: int) -> None:
         self.connection = connection
@@ -63,6 +65,7 @@ class Session:
         self.granted: dict[int, Partial | None] = {}
         self.reserved: dict[int, Reservation] = {}
         self.runs: dict[int, Run] = {}
+        self.sealing = 0
         self.chains = Chains()
         self._engine: Engine | None = None
 

@@ -27,7 +27,6 @@ import numpy as np
 
 from ..page import PageLayout
 from .arena import Arena
-from .chains import Chains
 from .index import Entry, Index, Namespace
 from .metrics import Counters
 from .protocol import HASH_BYTES, SLOT_SHIFT, Staged
@@ -48,6 +47,7 @@ class Pool:
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str, threads: int, nice: int) -> None:
         self._loop = loop
         self._executor = ThreadPoolExecutor(threads, f"mooncake-kv-{name}", lambda: _be_nice(nice))
+        self._closed = False
         self.pending = 0
 
     def submit(self, work: Callable[[], T], done: Callable[[T | None], object]) -> None:
@@ -64,7 +64,7 @@ class Pool:
 
     def _finish(self, future: Future[T], done: Callable[[T | None], object]) -> None:
         self.pending -= 1
-        if future.cancelled():
+        if self._closed:
             return
         if error := future.exception():
             log.error("a background task failed", exc_info=error)
@@ -73,6 +73,8 @@ class Pool:
             done(future.result())
 
     def close(self) -> None:
+        """Waits for what is running; what is not done yet is forgotten. Nothing may be submitted after this."""
+        self._closed = True
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 
@@ -251,7 +253,7 @@ class Sealer:
     def seal(self, session: Session, pages: list[tuple[bytes, int]]) -> None:
         """Slots that hold these pages, whole, and that nobody writes to any more. A page that is already there or on its way gives its new
         slot back."""
-        space, chains = session.space, session.chains
+        space = session.space
         fresh = []
         for page_hash, slot in pages:
             if page_hash in space.pages or page_hash in space.claims or not self._arena.is_live(slot):
@@ -266,15 +268,18 @@ class Sealer:
             for extent in extents:
                 extent.pins += 1
             self.pending += len(part)
+            session.sealing += len(part)
             items = [(extent.view(slot), page_hash) for extent, (page_hash, slot) in zip(extents, part, strict=True)]
 
             def done(sealed: bool | None, part: list[tuple[bytes, int]] = part) -> None:
-                self._done(space, chains, part, bool(sealed) and drops == space.drops)
+                self._done(session, part, bool(sealed) and drops == space.drops)
 
             self._pool.submit(partial(_seal, space.layout, space.digest, items), done)
 
-    def _done(self, space: Namespace, chains: Chains, part: list[tuple[bytes, int]], keep: bool) -> None:
+    def _done(self, session: Session, part: list[tuple[bytes, int]], keep: bool) -> None:
+        space = session.space
         self.pending -= len(part)
+        session.sealing -= len(part)
         arrived = []
         for page_hash, slot in part:
             extent = self._arena.extents[slot >> SLOT_SHIFT]
@@ -288,7 +293,7 @@ class Sealer:
             else:
                 self._arena.give(slot)
                 self._index.settle(extent)
-        for joined in chains.arrived(arrived):
+        for joined in session.chains.arrived(arrived):
             self._index.touch(self._index.find(space, joined))
         self._changed()
 
