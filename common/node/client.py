@@ -100,7 +100,6 @@ class NodeClient:
         self._counters: Counter[str] = Counter()
         self._link = Link()
         self._arena: Arena | None = None
-        self._wire: Wire | None = None
         self._stopping = False
         self._conflict = ""
         self._changed = threading.Condition()
@@ -123,7 +122,8 @@ class NodeClient:
 
     @property
     def generation(self) -> int:
-        """Of the current connection, 0 when there is none. Unique over all nodes, so it alone tells connections apart."""
+        """Of the current connection of a scheduler, 0 when there is none. Unique over all nodes, so it alone tells connections apart. (Of a
+        worker: the last one that was over when it connected.)"""
         return self._link.generation
 
     @property
@@ -172,7 +172,7 @@ class NodeClient:
         Fetch must be given to `release`."""
         link = self._link
         handle = Fetch(next(self._numbers), link.epoch, link.generation, self._timeout_s)
-        joined = b"".join(hashes)
+        joined = _join(hashes)
         message = protocol.Fetch(request=handle.request, hashes=joined, limit_bytes=limit_bytes)
         return handle if self._ask(link, handle, message, len(joined)) else None
 
@@ -190,14 +190,14 @@ class NodeClient:
         """Ask how many leading pages are stored. None where the node does not answer."""
         link = self._link
         handle = Lookup(next(self._numbers), link.epoch, link.generation, self._timeout_s)
-        joined = b"".join(hashes)
+        joined = _join(hashes)
         return handle if self._ask(link, handle, protocol.Lookup(request=handle.request, hashes=joined), len(joined)) else None
 
     def reserve(self, hashes: Sequence[bytes]) -> Reserve | None:
         """Ask for slots by name. None where the node does not answer."""
         link = self._link
         handle = Reserve(next(self._numbers), link.epoch, link.generation, self._timeout_s)
-        joined = b"".join(hashes)
+        joined = _join(hashes)
         return handle if self._ask(link, handle, protocol.Reserve(request=handle.request, hashes=joined), len(joined)) else None
 
     def take(self, count: int) -> Slots:
@@ -232,7 +232,7 @@ class NodeClient:
                 hashes.append(page_hash)
                 slots.append(slot)
         if slots:
-            message = protocol.Commit(hashes=b"".join(hashes), slots=slots, rectangles=list(rectangles))
+            message = protocol.Commit(hashes=_join(hashes), slots=slots, rectangles=list(rectangles))
             link.push(message, 40 * len(slots) + MESSAGE_BYTES)
             self._counters["pages_committed"] += len(slots)
 
@@ -260,12 +260,15 @@ class NodeClient:
 
     def suspect(self, hashes: Sequence[bytes]) -> None:
         """These pages failed a check: the node verifies them again."""
-        joined = b"".join(hashes)
+        joined = _join(hashes)
         self._link.push(protocol.Suspect(hashes=joined), len(joined) + MESSAGE_BYTES)
 
     def drop(self) -> None:
         """Forget all pages of the namespace."""
         link = self._link
+        if link.over:
+            return
+        # The answer tells nobody anything, but as something that is awaited it shows whether the node lives.
         handle = Pending(next(self._numbers), link.epoch, link.generation, self._timeout_s)
         link.requests[handle.request] = handle
         link.push(protocol.Drop(request=handle.request), MESSAGE_BYTES)
@@ -307,6 +310,9 @@ class NodeClient:
                 if refused.final:
                     break
                 wait = REFUSED_S
+            except Exception as error:  # a mistake of ours costs the cache, not the engine
+                log.exception("the client of node %r failed", self._config.node)
+                self._report(f"the client failed: {error}")
             if wait is None:
                 wait, delay = delay, min(2 * delay, BACKOFF_MAX_S)
             self._pause(wait)
@@ -349,7 +355,7 @@ class NodeClient:
             )
             self._counters["connections"] += 1
             link.ready = True
-            self._wire, self._arena, self._link = wire, arena, link
+            self._arena, self._link = arena, link
             self._report("")
             connection.serve(rest)
         except ConnectionLost as lost:
@@ -361,7 +367,6 @@ class NodeClient:
             self._let_go(arena)
             if arena is None or not arena.live:
                 wire.close()
-            self._wire = None
         return True
 
     def _greet(self) -> tuple[Wire, protocol.Welcome, list[protocol.ToClient]]:
@@ -489,16 +494,20 @@ class NodeClient:
 
     def _forked(self) -> None:
         """In a forked child, whose thread does not exist."""
-        link, arena, wire = self._link, self._arena, self._wire
+        link, arena = self._link, self._arena
         link.over = True
         link.ready = False
         self._link, self._arena = Link(), None
         self.reason = "this is a forked copy of the process that the client belongs to"
         if arena is not None:
             arena.forked()
-        if wire is not None:
-            # Otherwise the node would not see the end of the parent.
-            wire.close()
+
+
+def _join(hashes: Sequence[bytes]) -> bytes:
+    joined = b"".join(hashes)
+    if len(joined) != protocol.HASH_BYTES * len(hashes):
+        raise ValueError(f"{len(hashes)} page hashes have {len(joined)} bytes, not {protocol.HASH_BYTES} each")
+    return joined
 
 
 @functools.cache

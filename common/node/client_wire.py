@@ -13,6 +13,7 @@ import os
 import selectors
 import socket
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 
@@ -45,6 +46,7 @@ class Wire:
         self.unsent = bytearray()
         self._unread = bytearray()
         self._fds: deque[int] = deque()
+        _wires.add(self)
 
     def __del__(self) -> None:
         self.close()
@@ -104,6 +106,18 @@ class Wire:
         if not self._fds:
             raise ConnectionLost("the node announced memory without passing it")
         return self._fds.popleft()
+
+
+# A forked child must not hold a connection: the node would not see the end of the parent.
+_wires: weakref.WeakSet[Wire] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for wire in list(_wires):
+        wire.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
 
 
 class Connection:

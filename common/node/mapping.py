@@ -3,8 +3,9 @@
 Promises:
 - A mapping is removed only after the last array that views it is gone, whoever holds it, so no view ever points at nothing; and it is
   removed on the client's thread (removing a GiB takes 10-50 ms), not on the thread that drops the last view.
-- mmap, populating and munmap run without the GIL (through ctypes: Python's own mmap object holds the GIL in munmap). Page tables are
-  populated in pieces of 4 MiB, 0.3 ms each, 50 ms a GiB, and copies then fault no more.
+- mmap, munmap (through ctypes: Python's own mmap object holds the GIL in munmap) and the touching of pages run without the GIL. Every page
+  is read once before it is used, 50 ms a GiB, and copies then fault no more. Reading takes the lock of this one mapping; MADV_POPULATE
+  would take the process's, and an engine thread whose malloc needs memory would wait for a thread that may have lost its processor.
 - A memfd that is smaller than said, or that may still shrink, is refused: touching what was cut off would be a SIGBUS.
 - `pin` and its end take a lock that is held for a counter update only.
 - A forked child does not inherit a mapping (MADV_DONTFORK): a lingering child would keep a dead node's memory.
@@ -27,12 +28,11 @@ import numpy as np
 from .protocol import SLOT_SHIFT
 
 _OFFSET = (1 << SLOT_SHIFT) - 1
-_POPULATE_STEP = 4 << 20
+_TOUCH_STEP = 64 << 20
+_PAGE = 4096
 _PROT_READ_WRITE = 3
 _MAP_SHARED = 1
 _MADV_DONTFORK = 10
-# A shared mapping of a memfd gets writable page tables from read faults too, and reading does not dirty pages.
-_MADV_POPULATE_READ = 22
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -147,7 +147,7 @@ class Arena:
     # ---- what follows is for the client's thread -------------------------------------------------------------------------------
 
     def map(self, extent: int, fd: int, size: int, stop: Callable[[], bool] = lambda: False) -> int:
-        """Map an extent and populate its page tables; then slots in it are visible to pins that start. Returns the address. `stop` is asked
+        """Map an extent and touch its pages; then slots in it are visible to pins that start. Returns the address. `stop` is asked
         between pieces. Raises ValueError for a memfd that cannot be trusted, OSError when mapping fails."""
         actual = os.fstat(fd).st_size
         if actual < size or size <= 0:
@@ -156,10 +156,12 @@ class Arena:
             raise ValueError("the node sent an extent that is not sealed against shrinking")
         mapping = _Mapping(fd, lambda address: Gone(self, extent, address, size, self._held), size, self._reaper)
         self.live += 1
-        for offset in range(0, size, _POPULATE_STEP):
-            if stop() or _libc.madvise(mapping.address + offset, min(_POPULATE_STEP, size - offset), _MADV_POPULATE_READ):
-                break  # a kernel before 5.14: the first copies pay for the faults
-        self._extents = {**self._extents, extent: np.asarray(mapping)}
+        view = np.asarray(mapping)
+        for offset in range(0, size, _TOUCH_STEP):
+            if not stop():
+                # A read fault makes the page writable too in a shared mapping of a memfd.
+                view[offset : offset + _TOUCH_STEP : _PAGE].max()
+        self._extents = {**self._extents, extent: view}
         return mapping.address
 
     def drop(self, extent: int) -> bool:

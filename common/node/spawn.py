@@ -33,7 +33,7 @@ START_S = 30.0
 LOG_BYTES = 1 << 20
 _STEP_S = 0.02
 # LD_LIBRARY_PATH: some Python installations do not start without it. TMPDIR and XDG_RUNTIME_DIR decide where the folder is.
-_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "XDG_RUNTIME_DIR", "TMPDIR", "LD_LIBRARY_PATH")
+PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "XDG_RUNTIME_DIR", "TMPDIR", "LD_LIBRARY_PATH")
 # Runs between the engine and the node, in a fresh and single-threaded Python, so that fork is safe here: gives the node to init.
 _LAUNCHER = """
 import os, signal, sys
@@ -111,6 +111,8 @@ def connect_or_spawn(
             _wait(node, pause, deadline, f"pid {pid} does not accept yet, see {node.log}")
         return connection, True
     finally:
+        # Not by closing alone: a child that was forked meanwhile holds the same lock.
+        fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
 
@@ -155,7 +157,7 @@ def _launch(node: NodePaths, settings: Mapping[str, int | float | str | bool], s
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """What the node gets of this process's environment. PYTHONPATH only where our package is importable through nothing else."""
-    kept = {name: environ[name] for name in _ENVIRONMENT if name in environ}
+    kept = {name: environ[name] for name in PASSED if name in environ}
     installed = {os.path.realpath(folder) for folder in (*site.getsitepackages(), site.getusersitepackages())}
     for folder in map(Path, import_module("mooncake_kv").__path__):
         if folder.name == "mooncake_kv" and os.path.realpath(folder.parent) not in installed:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
+
 from mooncake_kv.common.config import CacheConfig, load_config
 from mooncake_kv.common.identity import KVNamespace
 from mooncake_kv.common.node import paths, protocol
@@ -40,6 +42,14 @@ def until(what: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
         assert time.monotonic() < deadline, f"nothing true came of it in {timeout_s} s"
         time.sleep(0.002)
     return result
+
+
+def never_blocked(times: list[float], what: str) -> None:
+    """Of these calls (seconds each), none waited for the node or for slow work. A loaded machine takes the processor away from a few
+    calls, for up to a scheduler's round; whoever waits does so in every call, or for as long as the work takes."""
+    p99 = float(np.percentile(times, 99))
+    assert p99 < 2e-3, f"{what}: 99 % of the calls within {p99 * 1e3:.1f} ms"
+    assert max(times) < 1, f"{what}: one call took {max(times):.1f} s"
 
 
 def memory(size: int, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW) -> int:

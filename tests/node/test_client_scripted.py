@@ -18,7 +18,7 @@ from mooncake_kv.common.node import client as client_module
 from mooncake_kv.common.node import client_link, protocol
 from mooncake_kv.common.node.client import NodeClient
 from mooncake_kv.common.node.client_link import unique_generation
-from tests.node.scripted_peer import SLOT, Listener, config, hashes, memory, namespace, until
+from tests.node.scripted_peer import SLOT, Listener, config, hashes, memory, namespace, never_blocked, until
 
 Connect = Callable[..., NodeClient]
 
@@ -556,3 +556,56 @@ def test_views_outlive_the_client(listener: Listener, connect: Connect, monkeypa
     gc.collect()
     with open("/proc/self/maps") as maps:
         assert "mkv-test" not in maps.read()
+
+
+def test_mapping_and_removing_half_a_gibibyte_holds_nobody_up(listener: Listener, connect: Connect) -> None:
+    client = connect("worker")
+    peer = listener.greet(generation=0)
+    assert client.wait_ready(5)
+    size = 512 << 20
+    fd = memory(size)
+    times: list[float] = []
+
+    def calls(done: Callable[[], bool]) -> float:
+        began = time.monotonic()
+        while not done():
+            turn = time.perf_counter()
+            arena = client.arena()
+            if arena is not None:
+                with arena.pin(7, 0) as pinned:
+                    assert pinned is None or pinned.slot(slot(9, 0)) is None
+            times.append(time.perf_counter() - turn)
+            assert time.monotonic() - began < 30
+        return time.monotonic() - began
+
+    peer.send(protocol.Extent(extent=0, size=size), fd)
+    os.close(fd)
+    mapping = calls(lambda: client.counters()["mapped_bytes"] == size)
+    assert peer.expect(protocol.Mapped).extent == 0
+    held = client.arena()
+    assert held is not None
+    peer.connection.shutdown(1)
+    # The last mapping of the memory: removing it frees it.
+    removing = calls(lambda: not held.live)
+    print(f"\nmapping took {mapping * 1e3:.0f} ms, removing {removing * 1e3:.0f} ms, longest call {max(times) * 1e3:.2f} ms")
+    never_blocked(times, "pin")
+
+
+def test_hashes_of_another_length_are_an_error_here_and_not_at_the_node(listener: Listener, connect: Connect) -> None:
+    client = connect()
+    ready(listener, client)
+    with pytest.raises(ValueError, match="32 each"):
+        client.fetch([b"short"])
+    assert client.ready
+
+
+def test_drop_is_sent_when_connected(listener: Listener, connect: Connect) -> None:
+    client = connect()
+    client.drop()
+    assert client.counters()["requests_awaited"] == 0
+    peer = ready(listener, client)
+    client.drop()
+    peer.send(protocol.Done(request=peer.expect(protocol.Drop).request, count=3))
+    until(lambda: client.counters()["requests_awaited"] == 0)
+    client.suspect(hashes(2))
+    assert peer.expect(protocol.Suspect).hashes == b"".join(hashes(2))
