@@ -1,7 +1,7 @@
 """Identity of a LoRA adapter, which goes into the seed of the page hashes of the requests that use it.
 
-Promises: two adapters that differ in their configuration or broadly in a tensor differ here, whatever they are called and wherever they lie;
-an adapter that was overwritten in place is read again.
+Promises: two adapters that differ in their configuration, or broadly in a tensor, differ here, whatever they are called and wherever they
+lie; an adapter that was overwritten in place is read again.
 """
 
 from __future__ import annotations

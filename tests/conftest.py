@@ -45,13 +45,24 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture
-def runtime_dir(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def runtime_dir(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A short folder that is XDG_RUNTIME_DIR for one test. Nodes that run in it at the end are stopped: sharing a warm node between tests
     would let one test's pages answer another's."""
-    folder = request.config.stash[_run_folder] / f"r{next(_counter)}"
+    yield from _runtime_dir(request.config)
+
+
+@pytest.fixture(scope="module")
+def module_runtime_dir(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The same for the tests of a module that share an engine."""
+    yield from _runtime_dir(request.config)
+
+
+def _runtime_dir(config: pytest.Config) -> Iterator[Path]:
+    folder = config.stash[_run_folder] / f"r{next(_counter)}"
     folder.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    yield folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        yield folder
     end(processes_of(folder, nodes_only=True))
     shutil.rmtree(folder, ignore_errors=True)
 

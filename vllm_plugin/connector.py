@@ -112,6 +112,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         if scheduler:
             self._scheduler = SchedulerHalf(
                 self._client,
+                self._namespace.digest(self.config.pool_secret),
                 page_tokens=self._namespace.page_tokens,
                 block_tokens=vllm_config.cache_config.block_size,
                 ranks=vllm_config.parallel_config.world_size,
@@ -239,7 +240,6 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             bound,
             self._layout,
             block_tokens=self._vllm_config.cache_config.block_size,
-            digest=self._namespace.digest(self.config.pool_secret),
             writes=rank.writes,
             verify=on_cpu if self.config.verify_on_load == "auto" else self.config.verify_on_load == "true",
         )

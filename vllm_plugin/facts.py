@@ -36,7 +36,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: CacheConfig) ->
     mla = bool(model.use_mla)
     return KVNamespace.build(
         model=model_fingerprint(
-            model.hf_text_config.to_dict(),
+            model.hf_config.to_dict(),
             Path() if config.model_id else _weights_folder(vllm_config),
             compute_dtype=str(model.dtype),
             max_model_len=model.max_model_len,

@@ -44,9 +44,11 @@ class Save:
 
 @dataclass(slots=True)
 class Plan:
-    """One step. `last_saves` are the pages that requests completed in their last step: they are copied before the loads, and then the
-    blocks of the requests in `finished` may be freed."""
+    """One step. `digest` names the namespace: a model that edits its configuration while it is built could look different to the workers,
+    which build it, and to the scheduler. `last_saves` are the pages that requests completed in their last step: they are copied before
+    the loads, and then the blocks of the requests in `finished` may be freed."""
 
+    digest: str = ""
     step: int = 0
     last_saves: list[Save] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)

@@ -45,6 +45,7 @@ class _Request:
     fetch: Fetch | None = None
     fetch_first: int = 0  # page of fetch.slots[0]
     reserved: int = 0  # bytes of the staging window that the fetch counts for
+    proven: int | None = None  # pages from the start that the node can have; staging found the next one missing or damaged
     waiting_since: float = 0.0
     gave_up: bool = False  # this round of asking ends in computing
     blind: bool = False  # the next ask comes without a local hit, because the engine was told that it need not compute it
@@ -87,12 +88,13 @@ class _Step:
 
 
 class SchedulerHalf:
-    """`block_tokens`: tokens per block of the engine; `ranks`: workers whose reports are merged into one; `window_bytes`: how many bytes
-    may be staged and not yet loaded (0: half of what the node may use)."""
+    """`digest`: of the namespace; `block_tokens`: tokens per block of the engine; `ranks`: workers whose reports are merged into one;
+    `window_bytes`: how many bytes may be staged and not yet loaded (0: half of what the node may use)."""
 
     def __init__(
         self,
         client: NodeClient,
+        digest: str,
         *,
         page_tokens: int,
         block_tokens: int,
@@ -115,7 +117,7 @@ class SchedulerHalf:
         self._unconfirmed: Counter[Hashable] = Counter()
         self._failed: OrderedDict[bytes, float] = OrderedDict()
         self._staged_bytes = 0
-        self._plan = Plan(step=1)
+        self._plan = Plan(digest, 1)
         self._steps: dict[int, _Step] = defaultdict(_Step)
         self._next_op = 0
 
@@ -183,7 +185,10 @@ class SchedulerHalf:
             return self._stage(request, total_tokens)
         if not fetch.done and not fetch.expired(self._clock()):
             return None
-        end = min((request.fetch_first + len(fetch.slots)) * self._page, total_tokens - 1)
+        staged = len(fetch.slots)
+        if fetch.done and not fetch.failed and staged * self._slot_bytes < request.reserved:
+            request.proven = request.fetch_first + staged
+        end = min((request.fetch_first + staged) * self._page, total_tokens - 1)
         if end > local_tokens:
             return end - local_tokens
         self.counters["timeouts" if fetch.failed or not fetch.done else "misses"] += 1
@@ -275,8 +280,10 @@ class SchedulerHalf:
         if not request.started:
             request.started = True
             # Pages that the engine had itself are stored too, as far as the node says so; where it has not answered, assume it.
-            known = request.lookup is not None and request.lookup.done and not request.lookup.failed
-            request.mark = request.lookup.pages if known and request.lookup is not None else local_pages
+            lookup = request.lookup
+            request.mark = lookup.pages if lookup is not None and lookup.done and not lookup.failed else local_pages
+            if request.proven is not None:
+                request.mark = min(request.mark, request.proven)
             request.lookup = None
             self.counters["prompt_tokens"] += request.prompt_tokens
             self.counters["local_tokens"] += request.local
@@ -309,7 +316,7 @@ class SchedulerHalf:
     def end_step(self) -> Plan:
         """The plan of this step; the next call of `scheduled` belongs to the next one."""
         plan = self._plan
-        self._plan = Plan(step=plan.step + 1)
+        self._plan = Plan(plan.digest, plan.step + 1)
         return plan
 
     def _plan_load(self, request: _Request, table: list[int]) -> None:

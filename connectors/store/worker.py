@@ -24,7 +24,7 @@ log = logging.getLogger("mooncake_kv.worker")
 class WorkerHalf:
     """One rank. `view` is bound to this rank's rectangle of the page; `writes` is False on all but the lowest rank of a group that holds
     the same heads (MLA, TP > KV heads): such a rank reports its saves as done without copying. `verify` checks every page against its
-    checksum before it is copied in (`digest`: see PageLayout.verify)."""
+    checksum before it is copied in."""
 
     def __init__(
         self,
@@ -33,7 +33,6 @@ class WorkerHalf:
         layout: PageLayout,
         *,
         block_tokens: int,
-        digest: str,
         writes: bool = True,
         verify: bool = True,
     ) -> None:
@@ -43,7 +42,6 @@ class WorkerHalf:
         self._layout = layout
         self._page = layout.namespace.page_tokens
         self._block = block_tokens
-        self._digest = digest
         self._writes = writes
         self._verify = verify
         self._last_error = 0.0
@@ -55,7 +53,7 @@ class WorkerHalf:
         for load in plan.loads:
             begin = time.perf_counter()
             try:
-                good = self._load(load)
+                good = self._load(load, plan.digest)
             except Exception as error:  # a fault at run time ends in recomputing, whatever it was
                 self._complain("load", error)
                 good = 0
@@ -88,7 +86,7 @@ class WorkerHalf:
                 self.counters["failed_saves"] += 1
             self.counters["save_us"] += int((time.perf_counter() - begin) * 1e6)
 
-    def _load(self, load: Load) -> int:
+    def _load(self, load: Load, digest: str) -> int:
         """Number of leading pages that were copied in."""
         arena = self._client.arena()
         if arena is None:
@@ -99,7 +97,7 @@ class WorkerHalf:
             pages: list[np.ndarray] = []
             for slot, page_hash in zip(load.slots, load.hashes, strict=True):
                 page = pinned.slot(slot)
-                if page is None or (self._verify and not self._layout.verify(page, page_hash, self._digest)):
+                if page is None or (self._verify and not self._layout.verify(page, page_hash, digest)):
                     break
                 pages.append(page)
             end = min((load.first_page + len(pages)) * self._page, load.last_token)

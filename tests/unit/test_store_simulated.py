@@ -149,6 +149,7 @@ class SimulatedEngine:
         self.node = SimulatedNode(rng, 48, self.ranks)
         self.half = SchedulerHalf(
             self.node,  # type: ignore[arg-type]
+            "digest",
             page_tokens=PAGE, block_tokens=self.block, ranks=self.ranks, slot_bytes=1, save_decode=rng.random() < 0.8,
         )  # fmt: skip
         self.memory: list[dict[tuple[int, int], int]] = [{} for _ in range(self.ranks)]

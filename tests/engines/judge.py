@@ -1,0 +1,142 @@
+"""Read what a node holds, page by page, and judge it: the oracles of bytes.
+
+Within one engine, prompt pages are bit-identical across processes, chunk sizes, block sizes and TP sizes whose GEMMs agree; pages filled by
+decode differ by rounding, up to 0.022 relative (norm of the difference over norm, per page, layer, K or V); the faults that one can plant
+give 0.14 and more (all measured). So prompts are compared byte for byte, and what decode wrote with `worst_error` below MAX_ERROR.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from mooncake_kv.common.config import load_config
+from mooncake_kv.common.identity import KVNamespace
+from mooncake_kv.common.node.client import NodeClient
+from mooncake_kv.common.page import PageLayout
+
+MAX_ERROR = 0.06
+DEADLINE_S = 20.0
+
+
+def namespace(llm: Any) -> str:
+    """Runs in an engine's driver: the namespace of its first worker, in hex."""
+    return str(llm.collective_rpc(_namespace_of_worker)[0])
+
+
+def _namespace_of_worker(worker: Any) -> str:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector: Any = get_kv_transfer_group()
+    return str(connector._namespace.encode().hex())
+
+
+class PageReader:
+    """A client of the node that reads (and, to plant faults, rewrites) whole pages of one namespace. Page arrays are uint16 (bf16, fp16)
+    or uint32, [layers, K and V, page tokens, KV heads, head dim], whatever objects the page is made of."""
+
+    def __init__(self, namespace: KVNamespace, settings: dict[str, Any] | None = None) -> None:
+        config = load_config(settings or {})
+        self.namespace = namespace
+        self.layout = PageLayout(namespace)
+        self._digest = namespace.digest(config.pool_secret)
+        self._scheduler = NodeClient(config, namespace, engine="judge", role="scheduler", credits=1, spawn=False)
+        self._worker = NodeClient(config, namespace, engine="judge", role="worker", spawn=False)
+
+    def __enter__(self) -> Self:
+        for client in (self._scheduler, self._worker):
+            client.start()
+            assert client.wait_ready(DEADLINE_S), client.reason
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for client in (self._scheduler, self._worker):
+            client.close()
+
+    def read(self, hashes: Sequence[bytes]) -> list[np.ndarray]:
+        """Copies of the leading pages that the node holds and finds intact."""
+        found: list[np.ndarray] = []
+        self._visit(hashes, lambda slot, page_hash: found.append(self._assemble(slot)))
+        return found
+
+    def rewrite(self, page_hash: bytes, change: Callable[[np.ndarray], None], *, seal: bool = True) -> None:
+        """Change a stored page in place (the array is handed to `change`), with a matching checksum unless `seal` is False."""
+
+        def apply(slot: np.ndarray, page_hash: bytes) -> None:
+            page = self._assemble(slot)
+            change(page)
+            self._scatter(slot, page)
+            if seal:
+                self.layout.seal(slot, page_hash, self._digest)
+
+        assert self._visit([page_hash], apply) == 1, "the page is not stored"
+
+    def count(self, hashes: Sequence[bytes]) -> int:
+        """Leading pages that the node holds."""
+        lookup = self._scheduler.lookup(hashes)
+        assert lookup is not None, self._scheduler.reason
+        self._wait(lambda: lookup.done)
+        return lookup.pages
+
+    def wait_for(self, hashes: Sequence[bytes]) -> int:
+        """Wait until all are stored, at most DEADLINE_S; the number that are."""
+        deadline = time.monotonic() + DEADLINE_S
+        while (found := self.count(hashes)) < len(hashes) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    def _visit(self, hashes: Sequence[bytes], visit: Callable[[np.ndarray, bytes], None]) -> int:
+        """Visit the leading pages that are intact. A page is staged for us only once our worker has mapped its extent, a moment after it
+        joined: so look first until no more come, then visit."""
+        deadline = time.monotonic() + DEADLINE_S / 4
+        while self._visit_once(hashes, lambda slot, page_hash: None) < self.count(hashes) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self._visit_once(hashes, visit)
+
+    def _visit_once(self, hashes: Sequence[bytes], visit: Callable[[np.ndarray, bytes], None]) -> int:
+        fetch = self._scheduler.fetch(hashes)
+        assert fetch is not None, self._scheduler.reason
+        try:
+            self._wait(lambda: fetch.done)
+            arena = self._worker.arena()
+            assert arena is not None, self._worker.reason
+            with arena.pin(fetch.epoch, fetch.generation) as pinned:
+                assert pinned is not None
+                for slot, page_hash in zip(fetch.slots, hashes, strict=False):
+                    self._wait(lambda slot=slot: pinned.slot(slot) is not None)
+                    buffer = pinned.slot(slot)
+                    assert buffer is not None
+                    visit(buffer, page_hash)
+            return len(fetch.slots)
+        finally:
+            self._scheduler.release(fetch)
+
+    def _assemble(self, slot: np.ndarray) -> np.ndarray:
+        space = self.namespace
+        page = np.empty((space.num_layers, 2, space.page_tokens, space.num_kv_heads, space.k_head_dim), self.layout.item)
+        for spec, part in zip(self.layout.objects, self.layout.arrays(slot), strict=True):
+            page[spec.first_layer : spec.last_layer, :, :, spec.first_head : spec.last_head] = part
+        return page
+
+    def _scatter(self, slot: np.ndarray, page: np.ndarray) -> None:
+        for spec, part in zip(self.layout.objects, self.layout.arrays(slot), strict=True):
+            part[...] = page[spec.first_layer : spec.last_layer, :, :, spec.first_head : spec.last_head]
+
+    @staticmethod
+    def _wait(ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not ready():
+            assert time.monotonic() < deadline, "the node did not answer"
+            time.sleep(0.002)
+
+
+def worst_error(page: np.ndarray, reference: np.ndarray) -> float:
+    """Largest relative error over layers and over K and V of two bf16 pages: norm of the difference over norm."""
+    ours, theirs = ((p.astype(np.uint32) << 16).view(np.float32) for p in (page, reference))
+    axes = (2, 3, 4)
+    norm = np.sqrt((theirs.astype(np.float64) ** 2).sum(axes))
+    return float((np.sqrt(((ours.astype(np.float64) - theirs) ** 2).sum(axes)) / norm).max())
