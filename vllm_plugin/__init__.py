@@ -13,11 +13,11 @@ CONNECTOR = "mooncake"
 def register() -> None:
     """Entry point of the group `vllm.general_plugins`. vLLM calls it in the API server, the engine core, every worker and every extra API
     server, sometimes more than once: idempotent, and it never raises for a vLLM it does not know (it logs, and the connector refuses)."""
-    from . import compat
+    from .compat import register_connector
 
-    compat.register_connector(CONNECTOR, f"{__name__}.connector", "MooncakeKVConnector")
+    register_connector(CONNECTOR, f"{__name__}.connector", "MooncakeKVConnector")
     # Only a process that parses a command line has this module by now, and it costs others most of a second.
     if "vllm.engine.arg_utils" in sys.modules:
-        from . import flags
+        from .flags import install
 
-        flags.install()
+        install()

@@ -32,13 +32,13 @@ from .server import Answer, DemoFailed, Server
 __all__ = ["DemoFailed", "Report", "Run", "run"]
 
 QUESTIONS = (
-    "What was written on the label of the little bottle?",
-    "What is the name of Alice's cat?",
-    "What did the White Rabbit take out of its waistcoat-pocket?",
+    "What was written on the paper label of the bottle?",
+    "What did Alice find in the glass box?",
+    "What was written on the cake?",
 )
 WARM_UP = "Count the words of this line. " + "The quick brown fox jumps over the lazy dog. " * 60
 LABELS = {
-    "cold": "no cache",
+    "cold": "without a cache",
     "reset": "engine's own cache emptied",
     "new_engine": "fresh engine process",
 }
@@ -69,7 +69,8 @@ class Report(msgspec.Struct, kw_only=True):
             for question, answer, local in zip(QUESTIONS, self.answers[name], self.local, strict=True):
                 where = f"{LABELS[name]}, {question!r}"
                 if answer.tier in ("none", "engine") or answer.tokens_reused < local.tokens_reused:
-                    found.append(f"{where}: {answer.tokens_reused} tokens reused, {local.tokens_reused} were there")
+                    why = f" ({answer.not_loaded})" if answer.not_loaded else ""
+                    found.append(f"{where}: {answer.tokens_reused:,} tokens reused of {local.tokens_reused:,} that were there{why}")
                 elif answer.text != local.text:
                     found.append(f"{where}: {answer.text!r} is not what the engine's own prefix hit gives: {local.text!r}")
         return found
@@ -91,7 +92,7 @@ def run(model: str) -> Report:
     """Run the demo, show its progress and the table on the terminal. Raises DemoFailed with one sentence."""
     console = Console()
     chapter = files(__package__).joinpath("text.txt").read_text(encoding="utf-8")
-    prompts = [f"{chapter}\n\nAnswer in one short sentence. {question}" for question in QUESTIONS]
+    prompts = [f"Read this text.\n\n{chapter}\n\nQuestion: {question} Answer in a few words." for question in QUESTIONS]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with _own_node() as (node, folder), Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=5)
@@ -121,8 +122,12 @@ def run(model: str) -> Report:
             engine.ask(WARM_UP, max_tokens=4)
             new_engine = _ask_after_reset(engine, prompts)
             progress.advance(task)
-    report = Report(model=Path(model).name, local=local, answers={"cold": [cold], "reset": reset, "new_engine": new_engine})
+        report = Report(model=Path(model).name, local=local, answers={"cold": [cold], "reset": reset, "new_engine": new_engine})
+        if report.correct:
+            shutil.rmtree(folder)
     _show(console, report)
+    if not report.correct:
+        console.print(f"The engines' logs are in {folder}.", highlight=False)
     return report
 
 
@@ -135,13 +140,16 @@ def _ask_after_reset(engine: Server, prompts: list[str]) -> list[Answer]:
 
 
 def _show(console: Console, report: Report) -> None:
-    title = f"{report.model} and a text of {report.local[0].prompt_tokens:,} tokens"
-    table = Table("", "question", "first token", "reused", "from", "answer", title=title, title_justify="left")
-    for name, answers in report.answers.items():
-        for number, answer in enumerate(answers):
-            label = LABELS[name] if number == 0 else ""
-            took, reused = f"{answer.ttft_s:.3f} s", f"{answer.tokens_reused:,}"
-            table.add_row(label, QUESTIONS[number], took, reused, answer.tier, answer.text.strip(), end_section=number == len(answers) - 1)
+    title = f"{report.model}, a text of {report.local[0].prompt_tokens:,} tokens and {len(QUESTIONS)} questions about it"
+    table = Table("", "first token", "reused", "from", "answer", title=title, title_justify="left")
+    for number, question in enumerate(QUESTIONS):
+        table.add_row("", "", "", "", question, style="bold")
+        for name, answers in report.answers.items():
+            if number < len(answers):
+                answer = answers[number]
+                took, reused = f"{answer.ttft_s:.3f} s", f"{answer.tokens_reused:,}"
+                table.add_row(LABELS[name], took, reused, answer.tier, " ".join(answer.text.split()))
+        table.add_section()
     console.print(table)
     for mistake in report.mistakes:
         console.print(f"WRONG: {mistake}", style="bold red", markup=False)
@@ -156,12 +164,11 @@ def _show(console: Console, report: Report) -> None:
 
 @contextmanager
 def _own_node() -> Iterator[tuple[str, Path]]:
-    """The name of a node that nobody else uses, and a folder for logs; both are gone afterwards. The logs stay where a step failed."""
+    """The name of a node that nobody else uses, and a folder for logs. The node is gone afterwards."""
     name = f"demo-{os.getpid()}"
     folder = Path(tempfile.mkdtemp(prefix="mooncake-kv-demo-"))
     try:
         yield name, folder
-        shutil.rmtree(folder)
     finally:
         node = node_paths(name)
         try:

@@ -25,6 +25,8 @@ ANSWER_TIMEOUT_S = 120.0
 MAX_TOKENS = 40
 # vLLM's name for where a cached prompt token's KV lay -> ours.
 TIERS = {"device": "engine", "host": "dram", "disk": "ssd", "p2p": "peer", "external_unspecified": "pool"}
+_TOKENS, _REASONS = "vllm:prompt_tokens_cached_by_source_total", "vllm:mooncake_kv_no_load_total"
+_LABELS = {_TOKENS.removesuffix("_total"): "source", _REASONS.removesuffix("_total"): "reason"}
 
 
 class DemoFailed(Exception):
@@ -32,13 +34,15 @@ class DemoFailed(Exception):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """`ttft_s`: seconds from sending the request to the first character. `tokens_reused`: prompt tokens that were not computed."""
+    """`ttft_s`: seconds from sending the request to the first character. `tokens_reused`: prompt tokens that were not computed.
+    `not_loaded`: why the connector loaded nothing, where it says so."""
 
     ttft_s: float
     prompt_tokens: int
     tokens_reused: int
     tier: str
     text: str
+    not_loaded: str = ""
 
 
 class Server:
@@ -52,7 +56,7 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
-        settings = {"kind": "Store", "node": self._node, "dram_size": "2gb", "idle_exit_s": 60, "metrics_port": -1}
+        settings = {"kind": "Store", "node": self._node, "dram_size": "2gb", "extent_size": "256mb", "idle_exit_s": 60, "metrics_port": -1}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self._model, "--served-model-name", "demo"]
         command += ["--kv-connector", "mooncake", "--moon-cache-config", json.dumps(settings)]
         # Blocks as long as our pages, so that the engine's own hit and ours have the same length.
@@ -77,7 +81,7 @@ class Server:
         self._end(20)
 
     def ask(self, prompt: str, max_tokens: int = MAX_TOKENS) -> Answer:
-        before = self._cached_tokens()
+        before = self._counts()
         body = {"model": "demo", "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "temperature": 0}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         text, ttft, usage = "", None, None
@@ -96,10 +100,17 @@ class Server:
         if ttft is None or usage is None:
             raise DemoFailed(f"the engine gave no answer; see {self._log}")
         reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        grown = {source: count - before.get(source, 0) for source, count in self._cached_tokens().items()}
-        source = max(grown, key=grown.__getitem__, default="")
-        tier = TIERS.get(source, source) if reused else "none"
-        return Answer(ttft_s=ttft, prompt_tokens=usage["prompt_tokens"], tokens_reused=reused, tier=tier, text=text)
+        grown = {key: count - before.get(key, 0) for key, count in self._counts().items() if count > before.get(key, 0)}
+        sources = {label: tokens for (metric, label), tokens in grown.items() if metric == _TOKENS}
+        source = max(sources, key=sources.__getitem__, default="")
+        return Answer(
+            ttft_s=ttft,
+            prompt_tokens=usage["prompt_tokens"],
+            tokens_reused=reused,
+            tier=TIERS.get(source, source) if reused else "none",
+            text=text,
+            not_loaded=", ".join(label for metric, label in grown if metric == _REASONS),
+        )
 
     def reset(self) -> None:
         """Empty the engine's own prefix cache; the node keeps what it has."""
@@ -107,11 +118,12 @@ class Server:
             if not json.load(reply)["success"]:
                 raise DemoFailed(f"the engine did not reset its prefix cache; see {self._log}")
 
-    def _cached_tokens(self) -> dict[str, float]:
+    def _counts(self) -> dict[tuple[str, str], float]:
+        """(metric, label) -> count, of cached tokens by source and of requests that loaded nothing by reason."""
         with self._open("/metrics") as reply:
             families = list(text_string_to_metric_families(reply.read().decode()))
-        samples = [s for family in families if family.name == "vllm:prompt_tokens_cached_by_source" for s in family.samples]
-        return {s.labels["source"]: s.value for s in samples if s.name.endswith("_total")}
+        samples = [s for family in families for s in family.samples if family.name in _LABELS]
+        return {(s.name, s.labels[_LABELS[s.name.removesuffix("_total")]]): s.value for s in samples if s.name.endswith("_total")}
 
     def _open(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         data = None if body is None else json.dumps(body).encode()
