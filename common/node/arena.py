@@ -5,24 +5,18 @@ Promises:
   allocated before its slots can be taken. Its number is never used again.
 - A slot has one owner at a time; freeing one twice, or one of an extent that is gone, changes nothing and is counted.
 - An extent goes through live -> draining (nothing new in it; its leases run out) -> retiring (every client told about it has to unmap it)
-  -> gone. Memory is given back only when no client maps it and no thread of the node works on it.
+  -> gone. Memory is given back only when no client maps it and the helper does not work on it.
 
-Everything but `Extent.populate` runs on the event loop's thread.
+Runs on the event loop's thread only.
 """
 
 from __future__ import annotations
 
 import fcntl
-import logging
-import mmap
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from threading import Event
 from typing import TYPE_CHECKING, Literal
-
-import numpy as np
 
 from . import memory
 from .protocol import SLOT_SHIFT
@@ -31,12 +25,7 @@ if TYPE_CHECKING:
     from .index import Entry
     from .session import Session
 
-log = logging.getLogger("mooncake_kv.node")
-
-OFFSET_MASK = (1 << SLOT_SHIFT) - 1
-# Small enough that the first slots of an extent can be granted some 10 ms after it was made.
-POPULATE_STEP = 16 << 20
-_WRITE_STEP = 1 << 20
+_OFFSET = (1 << SLOT_SHIFT) - 1
 # An arena has at least this many extents, so that engines with different slot sizes can share a small one.
 MIN_EXTENTS = 4
 
@@ -45,7 +34,7 @@ State = Literal["live", "draining", "retiring", "gone"]
 
 class Extent:
     """One memfd, carved into `count` slots of `slot_bytes`. `told` are the sessions that may map it, `mapped` those that have said they
-    do; `pins` counts its leased pages and what threads of the node are doing in it; `stop` ends its population early."""
+    do; `pins` counts its leased pages and what the helper is doing in it. The node itself does not map it."""
 
     def __init__(self, number: int, slot_bytes: int, count: int) -> None:
         self.number = number
@@ -57,31 +46,12 @@ class Extent:
         self.populated = 0
         self.free: list[int] = []
         self.pins = 0
-        self.stop = Event()
         self.told: set[Session] = set()
         self.mapped: set[Session] = set()
         self._taken = bytearray(count)
         self.fd = os.memfd_create(f"mooncake-kv-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.size)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        mapping = mmap.mmap(self.fd, self.size)
-        mapping.madvise(mmap.MADV_DONTDUMP)
-        self.memory = np.frombuffer(mapping, np.uint8)
-
-    def populate(self, progress: Callable[[int], object]) -> None:
-        """Allocate all bytes, in a thread; `progress(bytes so far)` after every step. Raises OSError when the machine has no more.
-
-        Written through the descriptor: as fast as MADV_POPULATE_WRITE (3 GB/s; both measured), and it neither holds the lock of our
-        address space, which would stall every thread that allocates, nor needs a new kernel.
-        """
-        zeros = bytes(_WRITE_STEP)
-        for start in range(0, self.size, POPULATE_STEP):
-            end = min(start + POPULATE_STEP, self.size)
-            for offset in range(start, end, _WRITE_STEP):
-                if self.stop.is_set():
-                    return
-                os.pwrite(self.fd, zeros[: end - offset], offset)
-            progress(end)
 
     def add_populated(self, end: int) -> None:
         """The first `end` bytes are there: their slots are free to take."""
@@ -93,25 +63,19 @@ class Extent:
 
     def take(self) -> int:
         slot = self.free.pop()
-        self._taken[(slot & OFFSET_MASK) // self.slot_bytes] = 1
+        self._taken[(slot & _OFFSET) // self.slot_bytes] = 1
         return slot
 
     def give(self, slot: int) -> bool:
-        index, rest = divmod(slot & OFFSET_MASK, self.slot_bytes)
+        index, rest = divmod(slot & _OFFSET, self.slot_bytes)
         if rest or index >= self.count or not self._taken[index]:
             return False
         self._taken[index] = 0
         self.free.append(slot)
         return True
 
-    def view(self, slot: int) -> np.ndarray:
-        offset = slot & OFFSET_MASK
-        return self.memory[offset : offset + self.slot_bytes]
-
     def close(self) -> None:
         self.state = "gone"
-        # The last reference to the mapping unmaps it.
-        del self.memory
         os.close(self.fd)
 
 
@@ -191,11 +155,10 @@ class Arena:
     def drain(self, extent: Extent) -> None:
         """Nothing new in this extent; its pages have to be dropped by the caller."""
         extent.state = "draining"
-        extent.stop.set()
         self.classes[extent.slot_bytes].roomy.pop(extent.number, None)
 
     def close(self, extent: Extent) -> None:
-        """Give the extent's memory back. The caller has made sure that nobody maps it and no thread works on it."""
+        """Give the extent's memory back. The caller has made sure that nobody maps it and the helper does not work on it."""
         del self.extents[extent.number], self.classes[extent.slot_bytes].extents[extent.number]
         self.classes[extent.slot_bytes].roomy.pop(extent.number, None)
         self.bytes -= extent.size

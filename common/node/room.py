@@ -12,15 +12,16 @@ Promises:
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable, Container
 
 from .arena import Arena, Extent, SizeClass
+from .helper_link import HelperLink
 from .index import Index
 from .metrics import Counters
 from .protocol import Retire
 from .session import Session
-from .staging import Pool
 
 log = logging.getLogger("mooncake_kv.node")
 
@@ -28,6 +29,8 @@ SETTLE_S = 10.0
 # How long clients may take to map (and pin) a new extent before pages are evicted instead.
 MAPPING_S = 5.0
 RETRY_S = 1.0
+# Extents whose warmth is estimated at a time: about 15 us each.
+CANDIDATES = 32
 
 
 class Room:
@@ -38,22 +41,20 @@ class Room:
         self,
         arena: Arena,
         index: Index,
-        pool: Pool,
+        link: HelperLink,
         counters: Counters,
         *,
         announce: Callable[[Extent], object],
         void: Callable[[Extent], object],
         changed: Callable[[], object],
-        threadsafe: Callable[..., object],
     ) -> None:
         self._arena = arena
         self._index = index
-        self._pool = pool
+        self._link = link
         self._counters = counters
         self._announce = announce
         self._void = void
         self._changed = changed
-        self._threadsafe = threadsafe
         self._grow_after = 0.0
         self._rebalance_after = 0.0
         # For whom an extent is being emptied: nobody else grows meanwhile.
@@ -65,10 +66,11 @@ class Room:
         for extent in size_class.roomy.values():
             if extent in usable:
                 return self._arena.take(extent)
-        if size_class.populating or self.grow(size_class):
-            return None
         now = time.monotonic()
-        if any(now - extent.born < MAPPING_S for extent in size_class.roomy.values()):
+        if size_class.populating or any(now - extent.born < MAPPING_S for extent in size_class.roomy.values()):
+            return None
+        # With free slots that this engine has not mapped for so long, one more extent would not help it.
+        if not size_class.roomy and self.grow(size_class):
             return None
         self._rebalance(size_class, now)
         slot = self._index.evict(size_class, usable)
@@ -93,30 +95,24 @@ class Room:
             return False
         if heir is size_class:
             self._heir = None
-        # Its thread writes through the extent's descriptor until then.
-        extent.pins += 1
+        extent.pins += 1  # until the helper has populated it
         size_class.populating += 1
+        self._link.map(extent.number, extent.size, extent.fd)
         self._announce(extent)
-
-        def done(complete: bool | None) -> None:
-            extent.pins -= 1
-            size_class.populating -= 1
-            if not complete and extent.state == "live":
-                self._arena.budget = max(self._arena.bytes - extent.size, 0)
-                log.error("the machine has no memory for extent %d; the arena stays at %d bytes", extent.number, self._arena.budget)
-                self.drain(extent)
-            self.settle(extent)
-            self._changed()
-
-        def populate() -> bool:
-            extent.populate(lambda end: self._threadsafe(self._populated, extent, end))
-            return True
-
-        self._pool.submit(populate, done)
         return True
 
-    def _populated(self, extent: Extent, end: int) -> None:
+    def populated(self, number: int, end: int, last: bool, error: str) -> None:
+        """The helper has allocated the first `end` bytes of an extent."""
+        extent = self._arena.extents[number]
         self._arena.add_populated(extent, end)
+        if last:
+            extent.pins -= 1
+            self._arena.classes[extent.slot_bytes].populating -= 1
+            if error and extent.state == "live":
+                self._arena.budget = max(self._arena.bytes - extent.size, 0)
+                log.error("extent %d could not be populated (%s): the arena stays at %d bytes", number, error, self._arena.budget)
+                self.drain(extent)
+            self.settle(extent)
         self._changed()
 
     def _rebalance(self, size_class: SizeClass, now: float) -> None:
@@ -133,7 +129,7 @@ class Room:
                 candidates += [e for e in live if not other.sessions or (spare and now - e.born > SETTLE_S)]
         if not candidates:
             return
-        coldest = min(candidates, key=self._index.warmth)
+        coldest = min(random.sample(candidates, min(len(candidates), CANDIDATES)), key=self._index.warmth)
         if not own or self._index.warmth(coldest) < self._index.oldest(size_class):
             self._counters.extents_recarved += 1
             self._heir = size_class
@@ -154,6 +150,7 @@ class Room:
                 session.send(Retire(extent.number))
         if extent.state == "retiring" and not extent.told:
             self._void(extent)
+            self._link.unmap(extent.number)
             self._arena.close(extent)
             self._grow_after = 0.0
             self._changed()
@@ -179,8 +176,3 @@ class Room:
             if extent.state == "retiring" and now - extent.since > limit_s:
                 pids = sorted(session.pid for session in extent.told)
                 log.warning("extent %d waits since %d s to be unmapped by pids %s", extent.number, now - extent.since, pids)
-
-    def close(self) -> None:
-        for extent in self._arena.extents.values():
-            extent.stop.set()
-        self._pool.close()

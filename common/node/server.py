@@ -55,12 +55,14 @@ class Node:
         self._folder_check = time.monotonic() + FOLDER_S
         self._clients: set[Client] = set()
         self._metrics: MetricsServer | None = None
+        self._failure = ""
         self._leaving = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until told to leave. The caller holds the lock of `paths`. Raises OSError where the socket cannot be made."""
+        """Serve until told to leave. The caller holds the lock of `paths`. Raises OSError where the socket cannot be made or
+        the helper process dies."""
         self._loop = asyncio.get_running_loop()
-        self._service = Service(self._loop, self._paths.name, self._settings, self._version, self._leave)
+        self._service = Service(self._loop, self._paths.name, self._settings, self._version, leave=self._leave, fail=self._fail)
         for sign in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(sign, self._leave, sign.name)
         self._listen()
@@ -80,6 +82,8 @@ class Node:
         finally:
             ticking.cancel()
             self._close()
+        if self._failure:
+            raise ChildProcessError(f"node {self._paths.name!r} cannot go on: {self._failure}")
 
     # ---- socket and metrics
 
@@ -120,6 +124,10 @@ class Node:
             self._metrics.close()
         self._service.close()
         log.info("node %s has left", self._paths.name)
+
+    def _fail(self, why: str) -> None:
+        self._failure = why
+        self._leave(why)
 
     def _leave(self, why: str) -> None:
         log.info("node %s leaves: %s", self._paths.name, why)

@@ -1,8 +1,8 @@
 """What the node does for its clients: the parts, who belongs to which engine and namespace, and one handler for each message.
 
-Promises: every handler returns within about a millisecond; longer work goes to a thread or is cut into steps. A handler raises ValueError
-where the client broke the protocol, and has changed nothing then that outlives the connection. Knows no sockets: a connection is something
-to send messages to, and its end is reported by `gone`.
+Promises: every handler returns within about a millisecond; longer work goes to the helper process or is cut into steps. A handler raises
+ValueError where the client broke the protocol, and has changed nothing then that outlives the connection. Knows no sockets: a connection
+is something to send messages to, and its end is reported by `gone`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from . import protocol
 from .arena import Arena, Extent
 from .connection import Connection
 from .credits import Credits
+from .helper_link import HelperLink
 from .index import Entry, Index, Namespace, split_hashes
 from .memory import auto_size
 from .metrics import Counters, Latency, Stats
@@ -30,7 +31,7 @@ from .protocol import HASH_BYTES
 from .room import Room
 from .session import Engine, ProtocolError, Session
 from .settings import NodeSettings
-from .staging import Pool, Sealer, Stager
+from .staging import Sealer, Stager
 
 log = logging.getLogger("mooncake_kv.node")
 
@@ -41,10 +42,17 @@ DROP_STEP = 2000
 
 
 class Service:
-    """`leave` is called with the reason when a client stops the node. Runs on the thread of `loop`."""
+    """`leave` is called with the reason when a client stops the node, `fail` when the node cannot go on. Runs on the thread of `loop`."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, name: str, settings: NodeSettings, version: str, leave: Callable[[str], object]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        name: str,
+        settings: NodeSettings,
+        version: str,
+        *,
+        leave: Callable[[str], object],
+        fail: Callable[[str], object],
     ) -> None:
         self._loop = loop
         self._name = name
@@ -63,21 +71,18 @@ class Service:
         budget = settings.dram_size or auto_size()
         self._arena = Arena(budget, settings.extent_size, auto=not settings.dram_size)
         self._index = Index(self._arena, budget // WINDOW_SHARE)
-        cores = len(os.sched_getaffinity(0))
-        self._check_pool = Pool(loop, "check", min(4, cores), nice=5)
-        self._seal_pool = Pool(loop, "seal", 1, nice=10)
+        self._link = HelperLink(loop, populated=lambda *news: self._room.populated(*news), lost=fail)
         self._room = Room(
             self._arena,
             self._index,
-            Pool(loop, "grow", 1, nice=10),
+            self._link,
             self.counters,
             announce=self._announce,
             void=self._void,
             changed=self._changed,
-            threadsafe=loop.call_soon_threadsafe,
         )
-        self._stager = Stager(self._index, self._check_pool, self.counters)
-        self._sealer = Sealer(self._arena, self._index, self._seal_pool, self.counters, self._changed)
+        self._stager = Stager(self._index, self._link, self.counters)
+        self._sealer = Sealer(self._arena, self._index, self._link, self.counters, self._changed)
         self._credits = Credits(self._arena, self._index, self._room, self._sealer, self.counters)
 
     @property
@@ -89,11 +94,8 @@ class Service:
         return bool(self._engines)
 
     def close(self) -> None:
-        """Wait for what the threads are doing; nothing new starts."""
         self._closed = True
-        self._check_pool.close()
-        self._seal_pool.close()
-        self._room.close()
+        self._link.close()
 
     # ---- coming and going
 
@@ -157,6 +159,7 @@ class Service:
             raise ValueError(f"one page has {layout.slot_bytes} bytes and the node's dram_size is {self._arena.budget} ({source})")
         space = Namespace(digest, encoded, layout, self._arena.size_class(layout.slot_bytes))
         self._index.spaces[digest] = space
+        self._link.add_space(digest, encoded)
         return space
 
     def _welcome(self, session: Session, message: protocol.Hello) -> None:
@@ -329,6 +332,7 @@ class Service:
         stats: Stats = {
             "name": self._name,
             "pid": os.getpid(),
+            "helper_pid": self._link.pid,
             "version": self._version,
             "uptime_s": round(time.monotonic() - self._started, 3),
             "metrics": self.metrics_address,
@@ -345,7 +349,7 @@ class Service:
             "quarantined_slots": self._credits.quarantined,
             "reserved_bytes": self._credits.reserved_bytes,
             "bad_frees": arena.bad_frees,
-            "checking": self._check_pool.pending,
+            "checking": self._link.pending("check"),
             "sealing": self._sealer.pending,
             "clients": len(sessions),
             "engines": len(self._engines),

@@ -1,32 +1,22 @@
-"""Checking and sealing of pages, off the event loop.
+"""Checking and sealing of pages, which the helper process does.
 
 Promises:
 - A page is reported as staged only after its trailers matched while it was leased; pages are reported in order and at most once. One that
   does not match is dropped at once, counted, and ends the run.
 - A page becomes visible only after it was sealed, and not at all if its namespace was dropped or its extent drained in between.
-- While a thread works on a slot, a lease or a pin of its own keeps the slot where it is, whatever clients do.
+- While the helper works on a slot, a lease or a pin of its own keeps the slot where it is, whatever clients do.
 - Fetches take turns: each has at most two batches of BATCH_BYTES in the queue.
-
-The threads run a little Python around native calls (xxh3 over objects of a mebibyte) that free the GIL. They have a lower priority than the
-event loop, which otherwise waits for the scheduler's time slice wherever there are fewer cores than threads.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
-import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import TypeVar
 
-import numpy as np
-
-from ..page import PageLayout
 from .arena import Arena
+from .helper_link import MAX_JOB_PAGES, HelperLink
 from .index import Entry, Index, Namespace
 from .metrics import Counters
 from .protocol import HASH_BYTES, SLOT_SHIFT, Staged
@@ -35,70 +25,9 @@ from .session import ProtocolError, Session
 log = logging.getLogger("mooncake_kv.node")
 
 T = TypeVar("T")
-Item = tuple[np.ndarray, bytes]
 
 BATCH_BYTES = 8 << 20
 BATCHES_IN_FLIGHT = 2
-
-
-class Pool:
-    """Threads whose results come back to the event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, name: str, threads: int, nice: int) -> None:
-        self._loop = loop
-        self._executor = ThreadPoolExecutor(threads, f"mooncake-kv-{name}", lambda: _be_nice(nice))
-        self._closed = False
-        self.pending = 0
-
-    def submit(self, work: Callable[[], T], done: Callable[[T | None], object]) -> None:
-        """Run `work` in a thread, then `done` with its result in the event loop; with None if it raised, which is logged."""
-        self.pending += 1
-
-        def finish(future: Future[T]) -> None:
-            try:
-                self._loop.call_soon_threadsafe(self._finish, future, done)
-            except RuntimeError:  # the loop is closed: the node is leaving
-                return
-
-        self._executor.submit(work).add_done_callback(finish)
-
-    def _finish(self, future: Future[T], done: Callable[[T | None], object]) -> None:
-        self.pending -= 1
-        if self._closed:
-            return
-        if error := future.exception():
-            log.error("a background task failed", exc_info=error)
-            done(None)
-        else:
-            done(future.result())
-
-    def close(self) -> None:
-        """Waits for what is running; what is not done yet is forgotten. Nothing may be submitted after this."""
-        self._closed = True
-        self._executor.shutdown(wait=True, cancel_futures=True)
-
-
-def _be_nice(nice: int) -> None:
-    # On Linux each thread has a nice value of its own.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-
-
-def _count_good(layout: PageLayout, digest: str, items: list[Item]) -> int:
-    """Length of the leading run of items that verify."""
-    for i, (slot, page_hash) in enumerate(items):
-        if not layout.verify(slot, page_hash, digest):
-            return i
-    return len(items)
-
-
-def _verify_each(layout: PageLayout, digest: str, items: list[Item]) -> list[bool]:
-    return [layout.verify(slot, page_hash, digest) for slot, page_hash in items]
-
-
-def _seal(layout: PageLayout, digest: str, items: list[Item]) -> bool:
-    for slot, page_hash in items:
-        layout.seal(slot, page_hash, digest)
-    return True
 
 
 class Batch:
@@ -126,9 +55,9 @@ class Run:
 class Stager:
     """Answers fetches."""
 
-    def __init__(self, index: Index, pool: Pool, counters: Counters) -> None:
+    def __init__(self, index: Index, link: HelperLink, counters: Counters) -> None:
         self._index = index
-        self._pool = pool
+        self._link = link
         self._counters = counters
 
     def fetch(self, session: Session, request: int, hashes: bytes, limit: int) -> None:
@@ -157,20 +86,18 @@ class Stager:
 
     def suspect(self, space: Namespace, hashes: list[bytes]) -> None:
         """Check these pages again and drop those that do not match."""
-        size = space.size_class.slot_bytes
         entries = [entry for page_hash in hashes if (entry := space.pages.get(page_hash))]
-        for part in _parts(entries, size):
+        for part in _parts(entries, space):
             for entry in part:
                 self._index.lease(entry)
-            items = [(entry.extent.view(entry.slot), entry.hash) for entry in part]
 
-            def done(result: list[bool] | None, part: list[Entry] = part) -> None:
-                for entry, good in zip(part, result or [False] * len(part), strict=True):
-                    if not good:
+            def done(good: list[bool], part: list[Entry] = part) -> None:
+                for i, entry in enumerate(part):
+                    if i >= len(good) or not good[i]:
                         self._drop_bad(entry)
                 self._index.unlease(part)
 
-            self._pool.submit(partial(_verify_each, space.layout, space.digest, items), done)
+            self._link.submit("each", space.digest, *_joined(part), done)
 
     def _take(self, run: Run) -> list[Entry]:
         run.ended = True
@@ -179,8 +106,7 @@ class Stager:
 
     def _pump(self, session: Session, run: Run) -> None:
         """Put batches into the queue, then report what is verified."""
-        size = session.space.size_class.slot_bytes
-        step = max(1, BATCH_BYTES // size)
+        step = _step(session.space)
         while run.submitted < len(run.entries) and sum(batch.good is None for batch in run.batches) < BATCHES_IN_FLIGHT:
             start, end = run.submitted, min(run.submitted + step, len(run.entries))
             run.submitted = end
@@ -196,10 +122,9 @@ class Stager:
         space = session.space
         for entry in part:
             self._index.lease(entry)
-        items = [(entry.extent.view(entry.slot), entry.hash) for entry in part]
 
-        def done(good: int | None) -> None:
-            batch.good = good or 0
+        def done(good: list[bool]) -> None:
+            batch.good = sum(good)  # it stops at the first that is not
             for entry in part[: batch.good]:
                 entry.verified = True
             if batch.good < len(part):
@@ -209,7 +134,7 @@ class Stager:
             if not run.ended:
                 self._pump(session, run)
 
-        self._pool.submit(partial(_count_good, space.layout, space.digest, items), done)
+        self._link.submit("check", space.digest, *_joined(part), done)
 
     def _report(self, session: Session, run: Run) -> None:
         slots: list[int] = []
@@ -242,10 +167,10 @@ class Stager:
 class Sealer:
     """Turns committed slots into visible pages."""
 
-    def __init__(self, arena: Arena, index: Index, pool: Pool, counters: Counters, changed: Callable[[], object]) -> None:
+    def __init__(self, arena: Arena, index: Index, link: HelperLink, counters: Counters, changed: Callable[[], object]) -> None:
         self._arena = arena
         self._index = index
-        self._pool = pool
+        self._link = link
         self._counters = counters
         self._changed = changed
         self.pending = 0
@@ -263,18 +188,17 @@ class Sealer:
                 space.claims[page_hash] = None
                 fresh.append((page_hash, slot))
         drops = space.drops
-        for part in _parts(fresh, space.size_class.slot_bytes):
-            extents = [self._arena.extents[slot >> SLOT_SHIFT] for _, slot in part]
-            for extent in extents:
-                extent.pins += 1
+        for part in _parts(fresh, space):
+            for _, slot in part:
+                self._arena.extents[slot >> SLOT_SHIFT].pins += 1
             self.pending += len(part)
             session.sealing += len(part)
-            items = [(extent.view(slot), page_hash) for extent, (page_hash, slot) in zip(extents, part, strict=True)]
 
-            def done(sealed: bool | None, part: list[tuple[bytes, int]] = part) -> None:
-                self._done(session, part, bool(sealed) and drops == space.drops)
+            def done(good: list[bool], part: list[tuple[bytes, int]] = part) -> None:
+                self._done(session, part, len(good) == len(part) and drops == space.drops)
 
-            self._pool.submit(partial(_seal, space.layout, space.digest, items), done)
+            hashes, slots = zip(*part, strict=True)
+            self._link.submit("seal", space.digest, b"".join(hashes), list(slots), done)
 
     def _done(self, session: Session, part: list[tuple[bytes, int]], keep: bool) -> None:
         space = session.space
@@ -298,7 +222,15 @@ class Sealer:
         self._changed()
 
 
-def _parts(items: list[T], size: int) -> list[list[T]]:
-    """Cut into batches of about BATCH_BYTES."""
-    step = max(1, BATCH_BYTES // size)
+def _step(space: Namespace) -> int:
+    """Pages of one batch."""
+    return min(max(1, BATCH_BYTES // space.size_class.slot_bytes), MAX_JOB_PAGES)
+
+
+def _parts(items: list[T], space: Namespace) -> list[list[T]]:
+    step = _step(space)
     return [items[i : i + step] for i in range(0, len(items), step)]
+
+
+def _joined(part: list[Entry]) -> tuple[bytes, list[int]]:
+    return b"".join([entry.hash for entry in part]), [entry.slot for entry in part]

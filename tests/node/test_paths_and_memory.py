@@ -150,7 +150,11 @@ def test_available_in_a_container_and_with_version_1(tmp_path: Path) -> None:
     old = machine(
         tmp_path / "v1",
         "5:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/\n",
-        {"memory/memory.limit_in_bytes": f"{2 * GIB}", "memory/memory.usage_in_bytes": f"{GIB}", "memory/memory.stat": "total_inactive_file 7\n"},
+        {
+            "memory/memory.limit_in_bytes": f"{2 * GIB}",
+            "memory/memory.usage_in_bytes": f"{GIB}",
+            "memory/memory.stat": "total_inactive_file 7\n",
+        },
     )
     assert memory.available(*old) == GIB + 7
     unlimited = machine(

@@ -15,10 +15,12 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mooncake_kv.common.node import protocol
 from mooncake_kv.common.node.paths import node_paths
+from tests.conftest import wait_for_end
 from tests.node.wire_client import WAIT_S, NodeProcess, WireClient, chain, running_node, small_namespace
 
 SLOT = 8192
@@ -308,6 +310,22 @@ def test_five_kills_leave_one_arenas_memory(runtime_dir: Path) -> None:
         assert tool.stats()["arena_bytes"] == 0, "nothing is taken before somebody needs it"
         # Other programs on the machine use shared memory too, but hardly five arenas of it.
         assert machine_shared() - before < 2 * arena
+
+
+def test_the_helper_goes_with_the_node_and_the_node_with_the_helper(runtime_dir: Path) -> None:
+    node = NodeProcess(node_paths("t"), "--dram-size", "1mb")
+    helper = WireClient(node.paths.folder, "tool").stats()["helper_pid"]
+    node.kill()
+    assert not wait_for_end([psutil.Process(helper)] if psutil.pid_exists(helper) else [], 5)
+
+    node = NodeProcess(node_paths("t"), "--dram-size", "1mb")
+    client = WireClient(node.paths.folder)
+    client.want(4)
+    os.kill(client.stats()["helper_pid"], signal.SIGKILL)
+    log = node.wait()
+    assert node.process.returncode == 1 and "its helper process" in log.splitlines()[-1], log
+    client.wait_end()
+    assert {path.name for path in node.paths.folder.iterdir()} == {"lock"}
 
 
 def test_epochs_differ_and_stale_files_do_not_matter(runtime_dir: Path) -> None:

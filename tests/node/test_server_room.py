@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
 import time
 from pathlib import Path
 
@@ -40,9 +39,8 @@ def test_extent_size_is_respected(runtime_dir: Path) -> None:
 def test_extents_are_sealed_and_private(runtime_dir: Path) -> None:
     with running_node("--dram-size", "1mb") as node:
         client = WireClient(node.paths.folder, answers=False)
-        client.sock.settimeout(5)
-        _, fds, _, _ = socket.recv_fds(client.sock, 1 << 16, 4)
-        (fd,) = fds
+        client.until(lambda: client.kept)
+        (fd,) = client.kept
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         assert seals == fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         for size in (0, 2 << 20):
@@ -51,7 +49,7 @@ def test_extents_are_sealed_and_private(runtime_dir: Path) -> None:
             except PermissionError:
                 continue
             raise AssertionError("the extent can be resized")
-        os.close(fd)
+        client.close()
 
 
 def test_an_extent_moves_to_an_engine_with_another_slot_size(runtime_dir: Path) -> None:
@@ -81,7 +79,7 @@ def test_an_extent_moves_to_an_engine_with_another_slot_size(runtime_dir: Path) 
         assert len(small.extents) == 3 and sum(small.lookup([page]) for page in warm) >= 85
         small.until(lambda: small.credits)
         small.store(chain("new", 10))
-        request, slots = small.fetch(chain("new", 10))
+        _, slots = small.fetch(chain("new", 10))
         assert all(small.holds(slot, page) for slot, page in zip(slots, chain("new", 10), strict=True))
         assert big.stats()["bad_frees"] == 0
 

@@ -52,7 +52,8 @@ class NodeProcess:
     def __init__(self, paths: NodePaths, *arguments: str, patch: str = "") -> None:
         self.paths = paths
         module = "mooncake_kv.common.node"
-        start = ["-c", f"{patch}\nimport sys\nfrom {module}.__main__ import main\nsys.exit(main(sys.argv[1:]))"] if patch else ["-m", module]
+        code = f"{patch}\nimport sys\nfrom {module}.__main__ import main\nsys.exit(main(sys.argv[1:]))"
+        start = ["-c", code] if patch else ["-m", module]
         command = [sys.executable, *start, "--folder", str(paths.folder), "--metrics-port", "-1", *arguments]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE)
         deadline = time.monotonic() + WAIT_S
@@ -111,7 +112,7 @@ class WireClient:
         changes: dict[str, Any] | None = None,
     ) -> None:
         """Connects and says Hello (`changes` replaces fields of it). With `answers`, extents are mapped and unmapped and fences confirmed
-        while reading."""
+        while reading; without, the descriptors of extents are `kept`."""
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.connect(str(folder / "socket"))
         self.answers = answers
@@ -123,6 +124,7 @@ class WireClient:
         self.ended = False
         self._buffer = bytearray()
         self._fds: list[int] = []
+        self.kept: list[int] = []
         self._request = 0
         self.namespace = namespace or small_namespace()
         self.layout = PageLayout(self.namespace)
@@ -180,7 +182,9 @@ class WireClient:
             if self.answers:
                 self.extents[message.extent] = np.frombuffer(mmap.mmap(fd, message.size), np.uint8)
                 self.send(protocol.Mapped(message.extent))
-            os.close(fd)
+                os.close(fd)
+            else:
+                self.kept.append(fd)
         elif isinstance(message, protocol.Retire) and self.answers:
             self.unmap(message.extent)
         elif isinstance(message, protocol.Fence):
@@ -231,9 +235,8 @@ class WireClient:
 
     def close(self) -> None:
         self.extents.clear()
-        for fd in self._fds:
-            os.close(fd)
-        self._fds.clear()
+        while self.kept:
+            os.close(self.kept.pop())
         self.sock.close()
 
     # ---- requests
