@@ -8,7 +8,6 @@ prefill; the demo uses a node of its own, and leaves no process behind, however 
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from ..errors import ConfigError
 from ..node.paths import node_paths
 from ..node.spawn import NodeUnavailable
 from ..node.tool import NodeTool
-from .server import Answer, DemoFailed, Server
+from .server import NODE, Answer, DemoFailed, Server
 
 __all__ = ["DemoFailed", "Report", "Run", "run"]
 
@@ -94,14 +93,14 @@ def run(model: str) -> Report:
     chapter = files(__package__).joinpath("text.txt").read_text(encoding="utf-8")
     prompts = [f"Read this text.\n\n{chapter}\n\nQuestion: {question} Answer in a few words." for question in QUESTIONS]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with _own_node() as (node, folder), Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with _own_node() as folder, Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=5)
 
         def step(what: str) -> None:
             progress.update(task, description=what)
 
         step("Starting an engine")
-        with Server(model, node, folder / "engine-1.log") as engine:
+        with Server(model, folder / "engine-1.log") as engine:
             progress.advance(task)
             step("Asking without a cache")
             engine.ask(WARM_UP, max_tokens=4)
@@ -116,18 +115,18 @@ def run(model: str) -> Report:
             reset = _ask_after_reset(engine, prompts)
             progress.advance(task)
         step("Starting a fresh engine")
-        with Server(model, node, folder / "engine-2.log") as engine:
+        with Server(model, folder / "engine-2.log") as engine:
             progress.advance(task)
             step("Asking the fresh engine")
             engine.ask(WARM_UP, max_tokens=4)
             new_engine = _ask_after_reset(engine, prompts)
             progress.advance(task)
-        report = Report(model=Path(model).name, local=local, answers={"cold": [cold], "reset": reset, "new_engine": new_engine})
-        if report.correct:
-            shutil.rmtree(folder)
+    report = Report(model=Path(model).name, local=local, answers={"cold": [cold], "reset": reset, "new_engine": new_engine})
     _show(console, report)
-    if not report.correct:
-        console.print(f"The engines' logs are in {folder}.", highlight=False)
+    if report.correct:
+        shutil.rmtree(folder)
+    else:
+        console.print(f"The engines' and the node's logs are in {folder}.", highlight=False)
     return report
 
 
@@ -163,17 +162,15 @@ def _show(console: Console, report: Report) -> None:
 
 
 @contextmanager
-def _own_node() -> Iterator[tuple[str, Path]]:
-    """The name of a node that nobody else uses, and a folder for logs. The node is gone afterwards."""
-    name = f"demo-{os.getpid()}"
+def _own_node() -> Iterator[Path]:
+    """A private folder, for logs and for the node, which is gone afterwards; also where engines find it (see server.environment)."""
     folder = Path(tempfile.mkdtemp(prefix="mooncake-kv-demo-"))
     try:
-        yield name, folder
+        yield folder
     finally:
-        node = node_paths(name)
         try:
+            node = node_paths(NODE, environ={"XDG_RUNTIME_DIR": str(folder)})
             with NodeTool(node, version=version("mooncake-kv"), timeout_s=10) as tool:
                 tool.stop()
         except (NodeUnavailable, ConfigError):
-            pass  # it never started, or has ended with its last engine
-        shutil.rmtree(node.folder, ignore_errors=True)
+            pass  # it never started

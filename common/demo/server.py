@@ -29,6 +29,9 @@ _TOKENS, _REASONS = "vllm:prompt_tokens_cached_by_source_total", "vllm:mooncake_
 _LABELS = {_TOKENS.removesuffix("_total"): "source", _REASONS.removesuffix("_total"): "reason"}
 
 
+NODE = "demo"
+
+
 class DemoFailed(Exception):
     """The demo cannot go on; the message is one sentence."""
 
@@ -48,15 +51,15 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class Server:
     """A context manager: the process runs inside it. Raises DemoFailed."""
 
-    def __init__(self, model: str, node: str, log: Path) -> None:
-        self._model, self._node, self._log = model, node, log
+    def __init__(self, model: str, log: Path) -> None:
+        self._model, self._log = model, log
 
     def __enter__(self) -> Self:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
-        settings = {"kind": "Store", "node": self._node, "dram_size": "2gb", "extent_size": "256mb", "idle_exit_s": 60, "metrics_port": -1}
+        settings = {"kind": "Store", "node": NODE, "dram_size": "2gb", "extent_size": "256mb", "idle_exit_s": 60, "metrics_port": -1}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self._model, "--served-model-name", "demo"]
         command += ["--kv-connector", "mooncake", "--moon-cache-config", json.dumps(settings)]
         # Blocks as long as our pages, so that the engine's own hit and ours have the same length.
@@ -64,7 +67,7 @@ class Server:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*command, "--host", "127.0.0.1", "--port", str(port)],
-                env=_environment(),
+                env=environment(self._log.parent),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -160,11 +163,11 @@ class Server:
         self._process.wait(10)
 
 
-def _environment() -> dict[str, str]:
+def environment(folder: Path) -> dict[str, str]:
     """This process's, without cache settings that the demo's own would contradict. The VLLM_CPU variables matter on CPUs only: there a
-    connector makes vLLM keep one more core free unless the cores are named."""
+    connector makes vLLM keep one more core free unless the cores are named. The node and what vLLM leaves behind go into `folder`."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith("MOONCAKE_") or k.startswith("MOONCAKE_KV_")}
     cores = sorted(os.sched_getaffinity(0))
     defaults = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_NO_USAGE_STATS": "1"}
     # The development mode adds /reset_prefix_cache.
-    return {**defaults, **ours, "VLLM_SERVER_DEV_MODE": "1"}
+    return {**defaults, **ours, "TMPDIR": str(folder), "XDG_RUNTIME_DIR": str(folder), "VLLM_SERVER_DEV_MODE": "1"}

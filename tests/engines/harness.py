@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,6 +73,8 @@ def engine_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # vLLM leaves sockets and files there; the run's folder goes when the run ends.
+        "TMPDIR": os.environ.get("MOONCAKE_KV_TEST_RUN") or tempfile.gettempdir(),
         **(extra or {}),
     }
 
