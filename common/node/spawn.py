@@ -39,10 +39,9 @@ _LAUNCHER = """
 import os, signal, sys
 pid = os.fork()
 if pid:
-    print(pid)
+    print(pid, flush=True)
     sys.exit()
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
-os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
 os.dup2(2, 1)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
@@ -103,7 +102,7 @@ def connect_or_spawn(
                 return connection, False
         if (connection := connect(node)) is not None:
             return connection, False
-        pid = _launch(node, settings, sources)
+        pid = _launch(node, settings, sources, pause, deadline)
         while (connection := connect(node)) is None:
             if _ended(pid):
                 # Or one that was started by hand a moment earlier has made it leave; then the next try finds that one.
@@ -131,12 +130,22 @@ def _wait(node: NodePaths, pause: Callable[[float], bool], deadline: float, why:
         raise NodeUnavailable("the client was closed")
 
 
-def _launch(node: NodePaths, settings: Mapping[str, int | float | str | bool], sources: Mapping[str, str]) -> int:
+def _launch(
+    node: NodePaths,
+    settings: Mapping[str, int | float | str | bool],
+    sources: Mapping[str, str],
+    pause: Callable[[float], bool],
+    deadline: float,
+) -> int:
     """Starts the node and returns its pid."""
     arguments = ["-P", "-m", "mooncake_kv.common.node", "--name", node.name, "--folder", str(node.folder)]
     arguments += ["--settings", json.dumps(dict(settings)), "--sources", json.dumps(dict(sources))]
+    # A child starts with the affinity of the thread that made it: on an engine's own cores, which may be full of spinning threads, it has
+    # been seen to get no time for half a minute.
+    ours = os.sched_getaffinity(0)
     try:
         log = _open_log(node.log)
+        os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
         try:
             launcher = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _LAUNCHER, *arguments],
@@ -148,11 +157,24 @@ def _launch(node: NodePaths, settings: Mapping[str, int | float | str | bool], s
                 start_new_session=True,
             )
         finally:
+            os.sched_setaffinity(0, ours)
             os.close(log)
-        output, _ = launcher.communicate(timeout=START_S)
-        return int(output)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        raise NodeUnavailable(f"node {node.name!r} cannot be started: {error}; see {node.log}") from None
+    except OSError as error:
+        raise NodeUnavailable(f"node {node.name!r} cannot be started: {error}") from None
+    assert launcher.stdout is not None
+    try:
+        # Not until the end of the pipe: a process that an engine thread forks at this moment holds it too.
+        poll = select.poll()
+        poll.register(launcher.stdout, select.POLLIN)
+        while not poll.poll(0):
+            _wait(node, pause, deadline, "its launcher gets no time to run")
+        return int(launcher.stdout.readline())
+    except ValueError:
+        raise NodeUnavailable(f"node {node.name!r} cannot be started, see {node.log}: {_last_line(node.log)}") from None
+    finally:
+        launcher.stdout.close()
+        launcher.kill()
+        launcher.wait()
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -28,7 +28,9 @@ def namespace(model: str = "test", layers: int = 2) -> KVNamespace:
 
 
 def config(**settings: Any) -> CacheConfig:
-    return load_config({"dram_size": 64 << 20, "extent_size": 16 << 20, "metrics_port": -1, **settings}, environ={})
+    """A small node. The fetch timeout is long, so that a busy machine does not open the breaker where that is not the test."""
+    defaults = {"dram_size": 64 << 20, "extent_size": 16 << 20, "metrics_port": -1, "fetch_timeout_ms": 3000}
+    return load_config({**defaults, **settings}, environ={})
 
 
 def hashes(count: int, start: int = 0) -> list[bytes]:
