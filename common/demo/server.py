@@ -60,6 +60,8 @@ class Server:
             port = probe.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
         settings = {"kind": "Store", "node": NODE, "dram_size": "2gb", "extent_size": "256mb", "idle_exit_s": 60, "metrics_port": -1}
+        # Patient, because it is started on machines that are busy with other things, and has to show hits.
+        settings["fetch_timeout_ms"] = 5000
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self._model, "--served-model-name", "demo"]
         command += ["--kv-connector", "mooncake", "--moon-cache-config", json.dumps(settings)]
         # Blocks as long as our pages, so that the engine's own hit and ours have the same length.

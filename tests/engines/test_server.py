@@ -29,7 +29,7 @@ def test_the_users_command_line(runtime_dir: Path, tmp_path: Path, module: bool,
     words = ["--model", model] if module else [model, "--api-server-count", str(servers)]
     words += ["--kv-connector", "mooncake", "--moon-cache-config", '{"kind": "Store"}', "--enforce-eager"]
     rest = ["--served-model-name", "m", "--max-model-len", "2048", "--block-size", "64", "--enable-prompt-tokens-details"]
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "MOONCAKE_DRAM_SIZE": "256mb"}
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "MOONCAKE_DRAM_SIZE": "256mb", "MOONCAKE_FETCH_TIMEOUT_MS": "5000"}
     with Server([*words, *rest], tmp_path / "log", module=module, environment=environment) as server:
         assert ask(server)[1] == 0
         local = ask(server)
