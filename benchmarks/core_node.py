@@ -1,5 +1,5 @@
-"""Speed of the node, over its real socket: round trips, lookups of 1,000 pages (idle, and while it checks and seals gigabytes), and what
-grant and commit cost a page.
+"""Speed of the node, over its real socket: round trips, lookups of 1,000 pages (idle, and while it checks and seals gigabytes), what grant
+and commit cost a page.
 
 The load is another client that fetches 700 pages of SmolLM2's size (1 GB to check) and commits as many (1 GB to seal), again and again.
 Also called by core.py, as the section `node` of its report.
@@ -36,6 +36,7 @@ M = TypeVar("M")
 PAGES = 1000
 LOAD_PAGES = 700
 LOADED_BYTES = 2 << 30
+PROMPT_PAGES = 46  # 2,944 tokens
 # Metric -> most it may be.
 TARGETS = {"round_trip_us": 60.0, "lookup_idle_ms": 0.5, "lookup_loaded_p99_ms": 1.0, "grant_commit_us_a_page": 5.0}
 
@@ -81,7 +82,7 @@ class Client:
             digest=space.digest(),
         )
         self.send(hello)
-        self.wait(protocol.Welcome)
+        self.slot_bytes = self.wait(protocol.Welcome).slot_bytes
 
     def send(self, message: protocol.Message) -> None:
         self.sock.sendall(protocol.frame(message))
@@ -226,7 +227,7 @@ def run(rounds: int = 9, console: Console | None = None) -> dict[str, Any]:
     """All measurements. `rounds` scales their number: 9 takes about 15 seconds."""
     console = console or Console(stderr=True)
     with running_node(3 << 30) as folder, Progress(console=console, transient=True) as progress:
-        task = progress.add_task("node", total=5)
+        task = progress.add_task("node", total=6)
         client = Client(folder, SMALL, "lookup")
         client.send(protocol.Want(2048))
         client.wait(protocol.Granted)
@@ -242,6 +243,15 @@ def run(rounds: int = 9, console: Console | None = None) -> dict[str, Any]:
         idle = times(lambda: client.lookup(pages), 60 * rounds, 0.0005)
         progress.advance(task)
         commit = grant_and_commit(client, rounds)
+        progress.advance(task)
+        stager = Client(folder, SMOLLM2, "stage")
+        stager.send(protocol.Want(64))
+        prompt = hashes("prompt", PROMPT_PAGES)
+        stager.store(prompt)
+        stager.settle()
+        staging = times(lambda: stager.fetch(prompt), 10 * rounds, 0.002)
+        staged_bytes = PROMPT_PAGES * stager.slot_bytes
+        stager.sock.close()
         progress.advance(task)
 
         command = [sys.executable, __file__, "--load", str(folder)]
@@ -275,6 +285,8 @@ def run(rounds: int = 9, console: Console | None = None) -> dict[str, Any]:
         "lookups_loaded": len(under_load),
         "checked_gb_per_s": checked / seconds / 1e9,
         "sealed_gb_per_s": sealed / seconds / 1e9,
+        "stage_46_pages_ms": float(np.median(staging) * 1e3),
+        "stage_gb_per_s": float(staged_bytes / np.median(staging) / 1e9),
         "grant_commit_us_a_page": commit * 1e6,
         "targets": TARGETS,
     }

@@ -46,9 +46,9 @@ class Connection:
         ended the connection, where the client was at fault."""
         self._loop = loop
         self._sock = sock
-        self._receive = receive
-        self._gone = gone
-        self._broken = broken
+        self._receive: Callable[[ToNode], object] = receive
+        self._gone: Callable[[], object] = gone
+        self._broken: Callable[[str], object] = broken
         self._in = bytearray()
         self._out: deque[tuple[memoryview, int]] = deque()
         self._out_bytes = 0
@@ -97,6 +97,9 @@ class Connection:
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock)
             self._sock.close()
+        # They refer to our owner: without the collector this circle would stay.
+        self._receive = self._broken = _ignore
+        self._gone = _nothing
 
     def _shut(self) -> None:
         self._out.clear()
@@ -115,8 +118,9 @@ class Connection:
         except OSError:  # reset: the client closed with our messages unread
             data = b""
         if not data:
+            gone = self._gone
             self.close()
-            self._gone()
+            gone()
             return
         if self.ended:
             return
@@ -183,3 +187,11 @@ class Connection:
                 self._out.appendleft((data[count:], -1))
                 return
             count -= len(data)
+
+
+def _ignore(what: object) -> None:
+    """In place of a callback after the end."""
+
+
+def _nothing() -> None:
+    """Likewise."""

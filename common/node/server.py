@@ -16,9 +16,9 @@ import signal
 import socket
 import stat
 import struct
+import threading
 import time
 from contextlib import suppress
-from functools import partial
 
 from ..errors import UnsupportedError
 from . import protocol
@@ -77,7 +77,7 @@ class Node:
         ticking = asyncio.create_task(self._tick())
         try:
             if self._settings.metrics_port >= 0:
-                await self._start_metrics()
+                self._start_metrics()
             await self._leaving.wait()
         finally:
             ticking.cancel()
@@ -97,19 +97,27 @@ class Node:
         self._listener.listen(512)
         self._loop.add_reader(self._listener, self._accept)
 
-    async def _start_metrics(self) -> None:
-        """In a thread, because Python's HTTP server asks the resolver for its own name."""
-        host, port = self._settings.metrics_host, self._settings.metrics_port
-        service = self._service
-        make = partial(MetricsServer, host, port, self._loop, service.stats, service.counters, service.lookups)
-        try:
-            metrics = await self._loop.run_in_executor(None, make)
-        except OSError as error:
-            log.error("no metrics: metrics_host %s, metrics_port %d (%s): %s", host, port, self._settings.sources["metrics_port"], error)
-        else:
-            self._metrics = metrics
-            service.metrics_address = metrics.address
-            self._paths.metrics.write_text(f"{metrics.address}\n")
+    def _start_metrics(self) -> None:
+        """In a thread, because Python's HTTP server asks the resolver for its own name, which may take seconds."""
+        host, port, service = self._settings.metrics_host, self._settings.metrics_port, self._service
+
+        def start() -> None:
+            try:
+                server = MetricsServer(host, port, self._loop, service.stats, service.counters, service.lookups)
+            except OSError as error:
+                source = self._settings.sources["metrics_port"]
+                log.error("no metrics: metrics_host is %s, metrics_port %d (%s): %s", host, port, source, error)
+                return
+            with suppress(RuntimeError):  # the loop is closed: the node has left
+                self._loop.call_soon_threadsafe(self._metrics_started, server)
+
+        threading.Thread(target=start, name="metrics", daemon=True).start()
+
+    def _metrics_started(self, server: MetricsServer) -> None:
+        if not self._leaving.is_set():
+            self._metrics = server
+            self._service.metrics_address = server.address
+            self._paths.metrics.write_text(f"{server.address}\n")
 
     def _close(self) -> None:
         self._loop.remove_reader(self._listener)

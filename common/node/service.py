@@ -8,6 +8,7 @@ is something to send messages to, and its end is reported by `gone`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -63,6 +64,7 @@ class Service:
         self._generation = 0
         self._refill_due = False
         self._closed = False
+        self._collect_due = False
         self._engines: dict[str, Engine] = {}
         self._started = self.last_engine = time.monotonic()
         self.metrics_address = ""
@@ -129,6 +131,7 @@ class Service:
         else:
             del self._engines[engine.name]
         self.last_engine = time.monotonic()
+        self._collect_due = True
         self._changed()
 
     def handle(self, session: Session, message: protocol.ToNode) -> None:
@@ -321,6 +324,10 @@ class Service:
                 del self._index.spaces[digest]
         self._room.give_back_unused()
         self._changed()
+        if self._collect_due and not self._engines:
+            # The collector is off while engines wait for answers.
+            self._collect_due = False
+            gc.collect()
 
     def report_slow(self, now: float) -> None:
         self._room.report_slow(now, SLOW_S)

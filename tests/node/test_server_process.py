@@ -479,6 +479,17 @@ def test_a_busy_metrics_port_does_not_stop_the_node(runtime_dir: Path) -> None:
             assert WireClient(node.paths.folder, "tool").stats()["metrics"] == ""
 
 
+def test_a_full_log_pipe_does_not_stop_the_node(runtime_dir: Path) -> None:
+    node = NodeProcess(node_paths("t"), "--dram-size", "1mb")
+    try:
+        for i in range(600):  # the log is read only at the end; a pipe takes 64 KiB
+            WireClient(node.paths.folder, engine=f"with a long name to fill the log{'.' * 100}{i}").close()
+        WireClient(node.paths.folder, "tool").ping()
+    finally:
+        log = node.end()
+    assert len(log) >= 1 << 16
+
+
 def test_many_clients_at_once(node: NodeProcess) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = min(200, soft // 4)
