@@ -13,24 +13,22 @@ Promises:
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import os
 import select
-import selectors
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from ..config import CacheConfig
 from ..errors import ConfigError
 from ..identity import KVNamespace
 from . import paths, protocol, spawn
+from .client_hello import NodeRefuses, greet, own_version
 from .client_link import MESSAGE_BYTES, Link, unique_generation
 from .client_wire import Connection, ConnectionLost, OnMap, Wire
 from .handles import Fetch, Lookup, Pending, Reserve, Slots
@@ -41,7 +39,6 @@ __all__ = ["Arena", "Fetch", "Lookup", "NodeClient", "Pending", "PinnedArena", "
 
 log = logging.getLogger("mooncake_kv.node.client")
 
-HELLO_S = 10.0
 BACKOFF_S = 0.1
 BACKOFF_MAX_S = 2.0
 # A node that refuses us is asked again, so that an operator can replace it without restarting engines.
@@ -55,14 +52,6 @@ SAME_LOG_S = 300.0
 # Credits where nobody says how many: several large steps, and nothing a small arena would notice.
 CREDIT_BYTES = 256 << 20
 MIN_CREDITS = 16
-
-
-class _Refused(Exception):
-    """The node and this client do not fit together. `final`: trying again is of no use."""
-
-    def __init__(self, reason: str, *, final: bool = False) -> None:
-        super().__init__(reason)
-        self.final = final
 
 
 class NodeClient:
@@ -305,9 +294,9 @@ class NodeClient:
             try:
                 if self._attempt() and time.monotonic() - began >= STABLE_S:
                     delay = BACKOFF_S
-            except _Refused as refused:
+            except NodeRefuses as refused:
                 self._report(str(refused), logging.ERROR)
-                if refused.final:
+                if self._conflict:
                     break
                 wait = REFUSED_S
             except Exception as error:  # a mistake of ours costs the cache, not the engine
@@ -380,13 +369,12 @@ class NodeClient:
         else:
             found = spawn.connect(self._node)
             if found is None:
-                raise NodeUnavailable(f"no node {config.node!r} is running; start it with `mooncake-kv node --name {config.node}`")
+                raise NodeUnavailable(f"no node {config.node!r} is running; start it with `mooncake-kv node run {config.node}`")
             connection = found
-        wire = Wire(connection)
         hello = protocol.Hello(
             major=protocol.MAJOR,
             minor=protocol.MINOR,
-            version=_version(),
+            version=own_version(),
             role=self._role,
             engine=self._engine,
             pid=os.getpid(),
@@ -395,35 +383,12 @@ class NodeClient:
             settings=settings,
             sources=sources,
         )
-        try:
-            wire.send(hello)
-            messages = self._first_messages(wire)
-        except ConnectionLost as lost:
-            raise NodeUnavailable(f"node {config.node!r}: {lost}") from None
-        welcome = messages[0]
-        replace = f"to replace the node: `mooncake-kv node stop {config.node}`"
-        if isinstance(welcome, protocol.Refused):
-            raise _Refused(f"node {config.node!r} refuses this engine: {welcome.reason}; {replace}")
-        if not isinstance(welcome, protocol.Welcome):
-            raise _Refused(f"node {config.node!r} answers hello with {type(welcome).__name__}; {replace}")
-        if welcome.major != protocol.MAJOR:
-            raise _Refused(
-                f"node {config.node!r} (version {welcome.version}) speaks protocol {welcome.major}.{welcome.minor}, this engine "
-                f"(version {_version()}) {protocol.MAJOR}.{protocol.MINOR}; {replace}"
-            )
+        wire = Wire(connection)
+        welcome, rest = greet(wire, hello, config.node, lambda: self._stopping)
         if welcome.conflicts:
             self._conflict = f"node {config.node!r} runs with other settings: {'; '.join(welcome.conflicts)}"
-            raise _Refused(self._conflict, final=True)
-        return wire, welcome, messages[1:]
-
-    def _first_messages(self, wire: Wire) -> list[protocol.ToClient]:
-        deadline = time.monotonic() + HELLO_S
-        with selectors.DefaultSelector() as selector:
-            selector.register(wire.socket, selectors.EVENT_READ)
-            while not self._stopping and time.monotonic() < deadline:
-                if selector.select(0.05) and (messages := wire.receive()):
-                    return messages
-        raise NodeUnavailable(f"node {self._config.node!r} has not answered hello in {HELLO_S:.0f} s")
+            raise NodeRefuses(self._conflict)
+        return wire, welcome, rest
 
     def _credits(self, slot_bytes: int) -> int:
         if self._wanted:
@@ -508,14 +473,6 @@ def _join(hashes: Sequence[bytes]) -> bytes:
     if len(joined) != protocol.HASH_BYTES * len(hashes):
         raise ValueError(f"{len(hashes)} page hashes have {len(joined)} bytes, not {protocol.HASH_BYTES} each")
     return joined
-
-
-@functools.cache
-def _version() -> str:
-    try:
-        return version("mooncake-kv")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 _clients: weakref.WeakSet[NodeClient] = weakref.WeakSet()

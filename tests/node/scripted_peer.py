@@ -17,8 +17,10 @@ import numpy as np
 from mooncake_kv.common.config import CacheConfig, load_config
 from mooncake_kv.common.identity import KVNamespace
 from mooncake_kv.common.node import paths, protocol
+from mooncake_kv.common.node.client import NodeClient
 
 M = TypeVar("M")
+Connect = Callable[..., NodeClient]
 WAIT_S = 10.0
 SLOT = 1 << 16
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from mooncake_kv.common.errors import ConfigError
+from mooncake_kv.common.node import protocol
 from mooncake_kv.common.node.client import Arena, Fetch, NodeClient
 from mooncake_kv.common.page import PageLayout
 from tests.node.scripted_peer import config, hashes, namespace, never_blocked, until
@@ -192,24 +193,26 @@ def test_credits_never_used_twice(make: Make) -> None:
     somebody."""
     scheduler, worker = pair(make)
     held: set[int] = set()
-    for turn in range(60):
+    saved: list[bytes] = []
+    while len(saved) < 240:
         got = scheduler.take(8)
         assert not held & set(got.slots)
         held |= set(got.slots)
         kept, back = got.slots[::2], got.slots[1::2]
+        pages = hashes(len(kept), len(saved))
         with arena_of(worker).pin(got.epoch, got.generation) as pinned:
             assert pinned is not None
-            for i, slot in enumerate(kept):
+            for page_hash, slot in zip(pages, kept, strict=True):
                 memory = pinned.slot(slot)
                 assert memory is not None
-                memory[:] = content(hashes(1, turn * 8 + i)[0])
+                memory[:] = content(page_hash)
                 del memory
-        scheduler.commit(got.generation, [(hashes(1, turn * 8 + i)[0], slot) for i, slot in enumerate(kept)])
+        scheduler.commit(got.generation, list(zip(pages, kept, strict=True)))
+        saved += pages
         scheduler.discard(got.generation, back)
         held -= set(back)
-    pages = [hashes(1, turn * 8 + i)[0] for turn in range(60) for i in range(4)]
-    until(lambda: stored(scheduler, pages) == len(pages))
-    check(worker, load(scheduler, pages), pages)
+    until(lambda: stored(scheduler, saved) == len(saved))
+    check(worker, load(scheduler, saved), saved)
     assert "slots_misused" not in scheduler.counters()
 
 
@@ -420,6 +423,15 @@ def test_conflicting_settings(make: Make) -> None:
     with pytest.raises(ConfigError, match="dram_size"):
         third.wait_ready(START_S)
     assert first.ready
+
+
+def test_other_protocol_version(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make()
+    assert first.wait_ready(START_S)
+    monkeypatch.setattr(protocol, "MAJOR", 99)
+    second = make(engine="f")
+    until(lambda: "99.0" in second.reason)
+    assert f"kill {first.node_pid}" in second.reason and not second.ready and first.ready
 
 
 def test_spawn_off_joins_a_node_that_comes_later(make: Make) -> None:
