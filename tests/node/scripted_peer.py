@@ -49,11 +49,10 @@ def until(what: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
 
 
 def never_blocked(times: list[float], what: str) -> None:
-    """Of these calls (seconds each), none waited for the node or for slow work. A loaded machine takes the processor away from a few
-    calls, for up to a scheduler's round; whoever waits does so in every call, or for as long as the work takes."""
-    p99 = float(np.percentile(times, 99))
-    assert p99 < 2e-3, f"{what}: 99 % of the calls within {p99 * 1e3:.1f} ms"
-    assert max(times) < 1, f"{what}: one call took {max(times):.1f} s"
+    """None of these calls (seconds each) waited for the node or for slow work, which takes 100 ms and more. The bounds leave room for a
+    machine that takes the processor away; what a quiet one shows is printed."""
+    p50, p99 = np.percentile(times, [50, 99])
+    assert p50 < 1e-3 and p99 < 0.05 and max(times) < 1, f"{what}: p50 {p50 * 1e3:.2f} ms, p99 {p99 * 1e3:.1f} ms, max {max(times):.2f} s"
 
 
 def memory(size: int, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW) -> int:

@@ -363,7 +363,8 @@ ENGINE = textwrap.dedent(
     assert client.wait_ready(60), client.reason
     if role == "scheduler":
         until(lambda: client.counters()["credits"] > 4)
-        print(len(client.take(10**6).slots), len(load(client, pages).slots), flush=True)
+        until(lambda: stored(client, pages) == 4 and len(load(client, pages).slots) == 4)  # as soon as the worker has mapped them
+        print(len(client.take(10**6).slots), flush=True)
     else:
         until(lambda: client.counters()["mapped_bytes"])
         print("mapped", flush=True)
@@ -384,7 +385,7 @@ def test_killed_engine_gives_back_slots_and_leases(make: Make) -> None:
         ]
         try:
             answers = [half.stdout.readline().split() for half in halves if half.stdout is not None]
-            assert answers[0] == ["mapped"] and int(answers[1][0]) > 0 and answers[1][1] == "4", answers
+            assert answers[0] == ["mapped"] and int(answers[1][0]) > 0, answers
         finally:
             for half in reversed(halves):
                 half.kill()
