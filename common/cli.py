@@ -153,7 +153,9 @@ def _print_status(console: Any, about: dict[str, Any]) -> None:
     if about["running"]:
         rows |= {"memory": f"{_mebibytes(stats['arena_bytes'])} of at most {_mebibytes(stats['dram_bytes'])}"}
         rows |= {key: f"{stats[key]:,}" for key in ("pages", "namespaces", "engines", "clients")}
-        rows |= {key: _shown(key, value) for key, value in stats.items() if value and key not in (*rows, "arena_bytes", "dram_bytes")}
+        rows |= {
+            key: _shown(key, value) for key, value in stats.items() if value and key not in (*rows, "name", "arena_bytes", "dram_bytes")
+        }
     table = Table(title=f"Node {about['node']!r}", title_justify="left", show_header=False)
     for key, value in rows.items():
         table.add_row(key, value)
@@ -163,7 +165,7 @@ def _print_status(console: Any, about: dict[str, Any]) -> None:
 def _shown(key: str, value: Any) -> str:
     if key.endswith("_bytes") or key.startswith("bytes_"):
         return _mebibytes(value)
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) and not key.endswith("pid") else str(value)
 
 
 def _mebibytes(count: float) -> str:

@@ -28,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Short and outside pytest's own folders: a Unix socket's path has room for 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="mkv-", dir="/tmp"))
     config.stash[_run_folder] = folder
+    signal.signal(signal.SIGTERM, _interrupt)  # so that a time limit on the whole run still cleans up
     os.environ[RUN_VARIABLE] = str(folder)
     os.environ["XDG_RUNTIME_DIR"] = str(folder)
 
@@ -42,6 +43,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         end(survivors)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _interrupt(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # timeout(1) sends it to the process and again to its group
+    raise KeyboardInterrupt("terminated")
 
 
 @pytest.fixture
