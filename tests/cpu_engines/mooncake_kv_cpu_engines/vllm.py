@@ -3,12 +3,16 @@
 - `MOONCAKE_KV_TEST_ASYNC=1`: asynchronous scheduling, the default on GPUs, which the CPU platform forces off though it runs there.
 - `MOONCAKE_KV_TEST_ISA=vec`: the attention layout of a CPU without AMX. Only replaces `amx`: a head size or block size that already
   leads to another layout keeps it.
+- `MOONCAKE_KV_TEST_FAULT=FILE`: see `faults`.
 """
 
 from __future__ import annotations
 
 import os
 from typing import Any
+
+from . import faults
+from .faults import FAULT
 
 ASYNC = "MOONCAKE_KV_TEST_ASYNC"
 ISA = "MOONCAKE_KV_TEST_ISA"
@@ -22,6 +26,24 @@ def register() -> None:
         if isa != "vec":
             raise ValueError(f"{ISA}={isa!r}: only 'vec' can stand in for 'amx' on every x86 CPU")
         _replace_amx(isa)
+    if os.environ.get(FAULT):
+        _plant_faults()
+
+
+def _plant_faults() -> None:
+    """In a worker, once it knows its rank."""
+    from mooncake_kv.vllm_plugin.connector import MooncakeKVConnector
+
+    original = MooncakeKVConnector.register_kv_caches
+    if getattr(original, "mooncake_kv_test", False):
+        return
+
+    def register_kv_caches(self: Any, kv_caches: Any) -> None:
+        faults.install(self._vllm_config.parallel_config.rank)
+        original(self, kv_caches)
+
+    register_kv_caches.mooncake_kv_test = True  # type: ignore[attr-defined]
+    MooncakeKVConnector.register_kv_caches = register_kv_caches  # type: ignore[method-assign]
 
 
 def _force_async_scheduling() -> None:
