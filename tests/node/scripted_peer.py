@@ -52,7 +52,7 @@ def never_blocked(times: list[float], what: str) -> None:
     """None of these calls (seconds each) waited for the node or for slow work, which takes 100 ms and more. The bounds leave room for a
     machine that takes the processor away; what a quiet one shows is printed."""
     p50, p99 = np.percentile(times, [50, 99])
-    assert p50 < 1e-3 and p99 < 0.05 and max(times) < 1, f"{what}: p50 {p50 * 1e3:.2f} ms, p99 {p99 * 1e3:.1f} ms, max {max(times):.2f} s"
+    assert p50 < 1e-3 and p99 < 0.05 and max(times) < 2, f"{what}: p50 {p50 * 1e3:.2f} ms, p99 {p99 * 1e3:.1f} ms, max {max(times):.2f} s"
 
 
 def memory(size: int, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW) -> int:
