@@ -53,7 +53,7 @@ class MooncakeKVStats(KVConnectorStats):
     """`data`: flat name -> sum."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, value in other.data.items():

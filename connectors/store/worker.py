@@ -71,6 +71,10 @@ class WorkerHalf:
         """After the forward pass: copy the pages that this step completed."""
         self._save_all(plan.saves, report)
 
+    def close(self) -> None:
+        """End the copy threads; nothing may be copied afterwards."""
+        self._view.close()
+
     def _save_all(self, saves: list[Save], report: Report) -> None:
         for save in saves:
             begin = time.perf_counter()
