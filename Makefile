@@ -12,7 +12,7 @@ python:
 	@$(SYSTEM_PYTHON) tests/env/build.py
 
 demo: setup
-	@$(PYTHON) -m mooncake_kv.common.cli demo --model "$$($(SYSTEM_PYTHON) tests/env/build.py --model)"
+	@$(PYTHON) -m mooncake_kv.common.cli demo $(ARGS)
 
 lint: setup
 	@$(PYTHON) tests/env/lint.py

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Keeps and shares the KV cache of LLM engines."
 )
-node_app = typer.Typer(no_args_is_help=True, help="The process that holds the cache for all engines of one user on this machine.")
+node_app = typer.Typer(invoke_without_command=True, help="The process that holds the cache for all engines of one user on this machine.")
 app.add_typer(node_app, name="node")
 
 Name = Annotated[str | None, typer.Argument(help="Name of the node; otherwise the configured one.", show_default=False)]
@@ -43,6 +43,13 @@ def _errors_as_sentences() -> Iterator[None]:
     except (ConfigError, NodeUnavailable) as error:
         typer.echo(f"mooncake-kv: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+@node_app.callback()
+def node_default(context: typer.Context) -> None:
+    """Without a command: run the configured node in the foreground."""
+    if context.invoked_subcommand is None:
+        node_run()
 
 
 @node_app.command("run")
@@ -105,7 +112,10 @@ def status(name: Name = None, as_json: Json = False) -> None:
 
 @app.command()
 def demo(
-    model: Annotated[str, typer.Option(help="Folder or name of the chat model that vLLM serves.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder or name of the chat model that vLLM serves; `make setup` brings a small one.", show_default=False),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there as JSON.", show_default=False)
     ] = None,
@@ -113,8 +123,12 @@ def demo(
     """Ask a model about a long text: without the cache, after a reset of the engine's own cache, and in a fresh engine."""
     from .demo import DemoFailed, run
 
+    shipped = Path(sys.prefix, "share", "mooncake-kv", "demo-model")
+    if model is None and not shipped.exists():
+        typer.echo("mooncake-kv: --model is missing, and this environment has no model of its own (that of `make setup` has one)", err=True)
+        raise typer.Exit(2)
     try:
-        report = run(model)
+        report = run(model or str(shipped.resolve()))
     except DemoFailed as error:
         typer.echo(f"mooncake-kv: {error}", err=True)
         raise typer.Exit(1) from None

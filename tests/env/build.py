@@ -1,5 +1,4 @@
-"""Build the one CPU environment in which the real vLLM, SGLang and LMDeploy engines run; print its interpreter, or with --model the
-folder of its SmolLM2 checkpoint.
+"""Build the one CPU environment in which the real vLLM, SGLang and LMDeploy engines run; print its interpreter.
 
 Promises: run with nothing but Python 3.11 and pip, as root or not; a second run changes nothing and ends in a second; two runs at
 once build one environment; an interrupted build is begun again, never used half-made.
@@ -119,6 +118,9 @@ def build_checkout(base: Path, overlay: Path) -> None:
         script = (base / "bin" / command).read_text().splitlines(keepends=True)
         (overlay / "bin" / command).write_text("".join([f"#!{python}\n", *script[1:]]))
         (overlay / "bin" / command).chmod(0o755)
+    demo_model = overlay / "share" / "mooncake-kv" / "demo-model"  # where `mooncake-kv demo` looks
+    demo_model.parent.mkdir(parents=True)
+    demo_model.symlink_to(base / "smollm2")
     (overlay / "complete").write_text("")
 
 
@@ -148,7 +150,7 @@ def main() -> None:
             build_base(base)
         if not (overlay / "complete").exists():
             build_checkout(base, overlay)
-    print(base / "smollm2" if sys.argv[1:] == ["--model"] else overlay / "bin" / "python")
+    print(overlay / "bin" / "python")
 
 
 if __name__ == "__main__":
