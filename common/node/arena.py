@@ -116,9 +116,10 @@ class Arena:
         """Slots that one more extent of this slot size could have now; 0 where the budget or the machine has no room."""
         wish = max(min(self.extent_size, self.budget // MIN_EXTENTS), slot_bytes)
         size = min(wish, self.budget - self.bytes)
-        if self.auto and size >= slot_bytes and memory.available() < 2 * size:
+        # A scrap that other slot sizes have left over is not worth a mapping in every client.
+        if size < max(slot_bytes, wish // 8) or (self.auto and memory.available() < 2 * size):
             return 0
-        return max(0, size // slot_bytes)
+        return size // slot_bytes
 
     def add_extent(self, size_class: SizeClass, count: int) -> Extent:
         """A new extent without slots to take yet. Raises OSError where the kernel refuses it."""

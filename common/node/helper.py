@@ -33,7 +33,8 @@ _OFFSET = (1 << SLOT_SHIFT) - 1
 _POPULATE_STEP = 16 << 20
 _WRITE_STEP = 1 << 20
 _CHECK_THREADS = 4
-_NICE = 5
+# On 2 cores, lookups of 1,000 pages while gigabytes are checked take 2.2 ms (p99) with 0, 1.3 with 5, 0.6 with 10; the speed is the same.
+_NICE = 10
 
 
 class _Message(msgspec.Struct, tag_field="t"):

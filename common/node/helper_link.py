@@ -47,7 +47,8 @@ class HelperLink:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
         command = [sys.executable, "-P", "-m", helper.__name__, str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True)
+        # In our session, because nice values compare only within one where Linux groups processes by session; out of the way of Ctrl-C.
+        self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, process_group=0)
         theirs.close()
         self._out: deque[tuple[bytes, int]] = deque()
         self._waiting: dict[str, deque[tuple[Job, Done]]] = {"check": deque(), "seal": deque()}

@@ -23,6 +23,7 @@ from contextlib import suppress
 from ..errors import UnsupportedError
 from . import protocol
 from .connection import Connection
+from .memory import available
 from .metrics import MetricsServer
 from .paths import NodePaths
 from .service import Service
@@ -74,6 +75,9 @@ class Node:
             self._service.dram_bytes,
             self._paths.socket,
         )
+        if self._service.dram_bytes > (there := available()):
+            source = self._settings.sources["dram_size"]
+            log.warning("dram_size is %d (%s), but only %d bytes of memory are available", self._service.dram_bytes, source, there)
         ticking = asyncio.create_task(self._tick())
         try:
             if self._settings.metrics_port >= 0:

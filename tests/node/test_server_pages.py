@@ -192,6 +192,20 @@ def test_drop_lets_leases_end_and_stops_what_is_on_its_way(node: NodeProcess) ->
     assert client.lookup(chain("late", 1)) == 0, "reserved before the drop"
 
 
+def test_drop_reaches_pages_that_are_being_sealed(node: NodeProcess) -> None:
+    client = connect(node)
+    pages = chain("p", 8)
+    slots = [client.credits.pop() for _ in pages]
+    drop = client.next_request()
+    # In one piece, so that the node handles both before the helper has answered.
+    client.send_raw(protocol.frame(protocol.Commit(b"".join(pages), slots)) + protocol.frame(protocol.Drop(drop)))
+    assert client.wait_for(protocol.Done, drop).count == 0
+    client.until(lambda: client.stats()["sealing"] == 0 and len(client.credits) == 8)
+    assert client.lookup(pages) == 0
+    client.store(pages)
+    assert client.lookup(pages) == 8
+
+
 def test_committing_a_page_twice_keeps_the_first(node: NodeProcess) -> None:
     client = connect(node)
     (page,) = chain("p", 1)
