@@ -100,8 +100,8 @@ class Link:
     # ---- the client's thread -----------------------------------------------------------------------------------------------------
 
     def pull(self) -> list[protocol.Message]:
-        """Everything queued. Commits come first, merged into one message for each kind of rectangles; never across a Drop, which must not
-        hit pages that were committed after it."""
+        """Everything queued. Commits come first, merged into one message for each kind of rectangles; never across a Drop or a Suspect,
+        which must not hit pages that were committed after it."""
         messages: list[protocol.Message] = []
         rest: list[protocol.Message] = []
         commits: dict[tuple[protocol.Rectangle, ...], list[protocol.Commit]] = {}
@@ -112,7 +112,7 @@ class Link:
                 commits.setdefault(tuple(message.rectangles), []).append(message)
                 continue
             rest.append(message)
-            if type(message) is protocol.Drop:
+            if type(message) in (protocol.Drop, protocol.Suspect):
                 messages += [_merge(same) for same in commits.values()] + rest
                 commits, rest = {}, []
         return messages + [_merge(same) for same in commits.values()] + rest

@@ -90,10 +90,12 @@ class Stager:
         entries = [entry for page_hash in hashes if (entry := space.pages.get(page_hash))]
         for part in _parts(entries, space):
             for entry in part:
+                entry.suspect = True
                 self._index.lease(entry)
 
             def done(good: list[bool], part: list[Entry] = part) -> None:
                 for i, entry in enumerate(part):
+                    entry.suspect = False
                     if i >= len(good) or not good[i]:
                         self._drop_bad(entry)
                 self._index.unlease(part)
@@ -178,10 +180,13 @@ class Sealer:
 
     def seal(self, session: Session, pages: list[tuple[bytes, int]]) -> None:
         """Slots that hold these pages, whole, and that nobody writes to any more. A page that is already there or on its way gives its new
-        slot back."""
+        slot back; one that is under suspicion gives way to the new one, which its finder has computed in its stead."""
         space = session.space
         fresh = []
         for page_hash, slot in pages:
+            entry = space.pages.get(page_hash)
+            if entry is not None and entry.suspect:
+                self._index.drop(entry)
             if page_hash in space.pages or page_hash in space.claims or not self._arena.is_live(slot):
                 self._counters.commits_superfluous += 1
                 self._arena.give(slot)

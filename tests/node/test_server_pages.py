@@ -157,6 +157,27 @@ def test_suspected_pages_are_checked_again(node: NodeProcess) -> None:
     client.until(lambda: client.stats()["free_bytes"] == before + SLOT)
 
 
+def test_a_new_copy_replaces_a_suspected_page(node: NodeProcess) -> None:
+    """The commit of a recomputed page may come before the old one has been checked and dropped."""
+    client = connect(node)
+    pages = chain("p", 10)
+    client.store(pages)
+    request, slots = client.fetch(pages)
+    client.slot(slots[3])[5] ^= 0xFF
+    slot = client.credits.pop()
+    client.fill(slot, pages[3])
+    client.send_raw(protocol.frame(protocol.Suspect(pages[3])) + protocol.frame(protocol.Commit(pages[3], [slot])))
+    client.until(lambda: client.stats()["pages_committed"] == 11)
+    client.until(lambda: client.stats()["checking"] == 0)
+    assert client.lookup(pages) == 10
+    again, fresh = client.fetch(pages)
+    assert fresh[3] == slot and client.holds(slot, pages[3])
+    client.release(again)
+    before = client.stats()["free_bytes"]
+    client.release(request)
+    client.until(lambda: client.stats()["free_bytes"] == before + SLOT)
+
+
 def test_two_namespaces_do_not_see_each_other_and_share_by_lru(node: NodeProcess) -> None:
     one = connect(node, engine="one")
     two = connect(node, engine="two", namespace=small_namespace("b"))
