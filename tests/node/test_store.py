@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -83,10 +83,8 @@ class Rig:
         assert found[0] is not None
         return found[0]
 
-    def run(
-        self, name: str, tokens: list[int], table: list[int], external: int, *, broken: Callable[[Rank], bool] = lambda r: False
-    ) -> set[int]:
-        """One step: load, compute the rest of the prompt, save. Returns the invalid blocks."""
+    def run(self, name: str, tokens: list[int], table: list[int], external: int, lazy_rank: int = -1) -> set[int]:
+        """One step: load, compute the rest of the prompt, save (not on `lazy_rank`). Returns the invalid blocks."""
         self.half.start(name, external)
         self.half.scheduled(name, len(tokens), lambda: table)
         plan = self.half.end_step()
