@@ -34,7 +34,8 @@ def view_of(vllm_config: Any, kv_caches: dict[str, torch.Tensor]) -> kv_copy.Pag
         from vllm.v1.attention.backends import cpu_attn
 
         block, head_dim = first.shape[2], first.shape[3] // 2
-        isa = cpu_attn._get_attn_isa(first.dtype, block, head_dim, vllm_config.cache_config.cache_dtype)
+        # The model's dtype, as vLLM asks; with an fp8 cache the tensors' own dtype would give another answer.
+        isa = cpu_attn._get_attn_isa(model.dtype, block, head_dim, vllm_config.cache_config.cache_dtype)
         return kv_views.vllm_cpu(tensors, block, isa)
     return kv_views.vllm_gpu(tensors, first.shape[2], mla=model.use_mla)
 
