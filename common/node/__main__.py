@@ -120,7 +120,9 @@ def _logging() -> Iterator[None]:
     lines: queue.Queue[logging.LogRecord] = queue.Queue(LOG_LINES)
     listener = QueueListener(lines, stderr)
     logging.raiseExceptions = False  # a line that finds the queue full is dropped
-    logging.basicConfig(level=logging.INFO, handlers=[QueueHandler(lines)])
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    root.addHandler(QueueHandler(lines))
     listener.start()
     try:
         yield

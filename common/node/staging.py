@@ -91,6 +91,7 @@ class Stager:
         for part in _parts(entries, space):
             for entry in part:
                 entry.suspect = True
+                entry.verified = False  # other fetches have to look again, too
                 self._index.lease(entry)
 
             def done(good: list[bool], part: list[Entry] = part) -> None:
@@ -162,6 +163,8 @@ class Stager:
             session.send(Staged(run.request, slots, done))
 
     def _drop_bad(self, entry: Entry) -> None:
+        if entry.dead:
+            return  # another check was first
         self._counters.pages_bad += 1
         log.error("page %s of namespace %s failed its check and was dropped", entry.hash.hex()[:16], entry.space.digest)
         self._index.drop(entry)

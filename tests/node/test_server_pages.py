@@ -149,7 +149,12 @@ def test_suspected_pages_are_checked_again(node: NodeProcess) -> None:
     client.store(pages)
     request, slots = client.fetch(pages)
     client.slot(slots[3])[5] ^= 0xFF
+    other, slots_again = client.fetch(pages)
+    assert len(slots_again) == 10, "checked under the first lease, so not looked at again"
+    client.release(other)
     client.send(protocol.Suspect(b"".join([*pages, *chain("unknown", 2)])))
+    _, slots_again = client.fetch(pages)
+    assert len(slots_again) == 3, "suspected, so looked at again"
     client.until(lambda: client.stats()["pages_bad"] == 1)
     assert client.lookup(pages) == 3 and client.lookup(pages[4:]) == 6
     before = client.stats()["free_bytes"]
