@@ -45,10 +45,12 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     after: str | None = None
     after_tokens: int = 1
     abort_after_tokens: int | None = None
+    abort_after_steps: int | None = None
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """`cached`: tokens vLLM did not compute, local and external hits together. Times are seconds since the request was added."""
+    """`cached`: tokens vLLM did not compute, local and external hits together. Times are seconds since the request was added, `added` is
+    time.perf_counter(), which all processes of a machine share."""
 
     id: str
     output: list[int]
@@ -175,13 +177,21 @@ class Engine:
         sampling = {"max_tokens": max_tokens, **more.pop("sampling", {})}
         return self.run([Request(ids=list(ids), sampling=sampling, **more)], timeout_s=timeout_s)[0]
 
-    def run(self, requests: Sequence[Request], *, timeout_s: float = RUN_TIMEOUT_S) -> list[Result]:
+    def run(self, requests: Sequence[Request], *, reset_every: int = 0, timeout_s: float = RUN_TIMEOUT_S) -> list[Result]:
+        answer = self._ask(timeout_s, do="run", requests=self._named(requests), reset_every=reset_every)
+        return msgspec.convert(answer, list[Result])
+
+    def traffic(self, requests: Sequence[Request], seconds: float, *, at_once: int = 1, timeout_s: float = RUN_TIMEOUT_S) -> list[Result]:
+        """See vllm_driver.Driver.traffic. Blocks; to do something meanwhile, call it on another thread."""
+        answer = self._ask(seconds + timeout_s, do="traffic", requests=self._named(requests), seconds=seconds, at_once=at_once)
+        return msgspec.convert(answer, list[Result])
+
+    def _named(self, requests: Sequence[Request]) -> Any:
         for request in requests:
             if not request.id:
                 request.id = f"r{self._next_id}"
                 self._next_id += 1
-        answer = self._ask(timeout_s, do="run", requests=msgspec.to_builtins(requests))
-        return msgspec.convert(answer, list[Result])
+        return msgspec.to_builtins(requests)
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         return bool(self._ask(30, do="reset_prefix_cache", reset_connector=reset_connector))

@@ -1,7 +1,7 @@
 """Child process of harness.Engine: one real vLLM engine, driven by JSON lines.
 
 Reads one command a line from stdin and answers each with one line on what was stdout when it started: `{"ok": ...}` or `{"error": "..."}`.
-Everything that vLLM and its processes print goes to stderr. Commands: start (first), run, reset_prefix_cache, metrics, call, stop.
+Everything that vLLM and its processes print goes to stderr. Commands: start (first), run, traffic, reset_prefix_cache, metrics, call, stop.
 """
 
 from __future__ import annotations
@@ -30,51 +30,71 @@ class Driver:
         self.llm = LLM(**engine)
         return {"start_s": time.monotonic() - started, "pid": os.getpid()}
 
-    def run(self, requests: list[Json]) -> list[Json]:
+    def run(self, requests: list[Json], reset_every: int = 0) -> list[Json]:
         """Run the requests to their ends and report on each. A request starts at once, or when another (`after`: its id) has given
-        `after_tokens` tokens; it is aborted once it has given `abort_after_tokens`."""
-        from vllm.lora.request import LoRARequest
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
+        `after_tokens` tokens; it is aborted once it has given `abort_after_tokens`, or the engine has made `abort_after_steps` since it
+        began. Every `reset_every` steps (0: never) the prefix cache is reset, which preempts what is running."""
         engine = self.llm.llm_engine
         waiting = {r["id"]: r for r in requests}
         results: dict[str, Json] = {}
+        ages: dict[str, int] = {}
+        steps = 0
 
         def admit() -> None:
             for name, request in list(waiting.items()):
                 before = request.get("after")
-                if before is not None and len(results.get(before, {}).get("token_times", ())) < request.get("after_tokens", 1):
-                    continue
-                del waiting[name]
-                prompt: Json = {"prompt_token_ids": request["ids"]}
-                if salt := request.get("cache_salt"):
-                    prompt["cache_salt"] = salt
-                lora = LoRARequest(**request["lora"]) if request.get("lora") else None
-                sampling = SamplingParams(temperature=0, output_kind=RequestOutputKind.CUMULATIVE, **request["sampling"])
-                results[name] = {"id": name, "output": [], "token_times": [], "cached": None, "finish": None, "added": time.perf_counter()}
-                engine.add_request(name, prompt, sampling, lora_request=lora)
+                if before is None or len(results.get(before, {}).get("token_times", ())) >= request.get("after_tokens", 1):
+                    del waiting[name]
+                    results[name] = self._add(request)
+                    ages[name] = 0
 
         admit()
         while engine.has_unfinished_requests():
             outputs = engine.step()
-            now = time.perf_counter()
-            for output in outputs:
-                result = results[output.request_id]
-                completion = output.outputs[0]
-                fresh = len(completion.token_ids) - len(result["output"])
-                result["output"] = list(completion.token_ids)
-                result["token_times"] += [now - result["added"]] * fresh
-                result["text"] = completion.text
-                result["finish"] = completion.finish_reason
-                result["cached"] = output.num_cached_tokens
-                limit = waiting_limit(requests, output.request_id)
-                if limit is not None and len(result["output"]) >= limit and result["finish"] is None:
-                    engine.abort_request([output.request_id])
+            steps += 1
+            _note(outputs, results)
+            for request in requests:
+                result = results.get(request["id"])
+                if result is None or result["finish"] is not None:
+                    continue
+                ages[request["id"]] += 1
+                tokens, age = request.get("abort_after_tokens"), request.get("abort_after_steps")
+                if (tokens is not None and len(result["output"]) >= tokens) or (age is not None and ages[request["id"]] >= age):
+                    engine.abort_request([request["id"]])
                     result["finish"] = "abort"
+            if reset_every and steps % reset_every == 0:
+                self.llm.reset_prefix_cache(reset_running_requests=True)
             admit()
-        for result in results.values():
-            result["ttft_s"] = result["token_times"][0] if result["token_times"] else None
-        return [results[r["id"]] for r in requests]
+        return [_reported(results[r["id"]]) for r in requests]
+
+    def traffic(self, requests: list[Json], seconds: float, at_once: int = 1) -> list[Json]:
+        """Keep `at_once` requests going, taken from `requests` in turn, for so many seconds; then let them end. One result for each, with
+        ids ID/0, ID/1, ..."""
+        engine = self.llm.llm_engine
+        results: dict[str, Json] = {}
+        until = time.perf_counter() + seconds
+        while True:
+            while time.perf_counter() < until and sum(r["finish"] is None for r in results.values()) < at_once:
+                request = requests[len(results) % len(requests)]
+                name = f"{request['id']}/{len(results) // len(requests)}"
+                results[name] = self._add({**request, "id": name})
+            if not engine.has_unfinished_requests():
+                return [_reported(result) for result in results.values()]
+            _note(engine.step(), results)
+
+    def _add(self, request: Json) -> Json:
+        """Give one request to the engine; returns its result so far."""
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        prompt: Json = {"prompt_token_ids": request["ids"]}
+        if salt := request.get("cache_salt"):
+            prompt["cache_salt"] = salt
+        lora = LoRARequest(**request["lora"]) if request.get("lora") else None
+        sampling = SamplingParams(temperature=0, output_kind=RequestOutputKind.CUMULATIVE, **request["sampling"])
+        name, added = request["id"], time.perf_counter()
+        self.llm.llm_engine.add_request(name, prompt, sampling, lora_request=lora)
+        return {"id": name, "output": [], "token_times": [], "cached": None, "finish": None, "added": added}
 
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=reset_connector))
@@ -96,8 +116,22 @@ class Driver:
         return getattr(import_module(module), name)(self.llm, **arguments)
 
 
-def waiting_limit(requests: list[Json], name: str) -> int | None:
-    return next(r.get("abort_after_tokens") for r in requests if r["id"] == name)
+def _note(outputs: list[Any], results: dict[str, Json]) -> None:
+    """What one step gave."""
+    now = time.perf_counter()
+    for output in outputs:
+        result = results[output.request_id]
+        completion = output.outputs[0]
+        fresh = len(completion.token_ids) - len(result["output"])
+        result["output"] = list(completion.token_ids)
+        result["token_times"] += [now - result["added"]] * fresh
+        result["text"] = completion.text
+        result["finish"] = completion.finish_reason
+        result["cached"] = output.num_cached_tokens
+
+
+def _reported(result: Json) -> Json:
+    return {**result, "ttft_s": result["token_times"][0] if result["token_times"] else None}
 
 
 def main() -> None:

@@ -1,9 +1,12 @@
 """Damage between the moment a page was staged and the moment a worker copies it in: what the node's own check cannot see.
 
 `MOONCAKE_KV_TEST_FAULT=FILE`: as long as FILE exists, each load of a worker meets the fault it describes, as JSON {"kind": ..., "ranks":
-[...]}: `flip` one bit, `truncate` (the last 4 KiB of the page are zero), `drop` (the page is gone), `error` (the copy raises). The page hit
-is the middle one of the load. A node killed or an extent unmapped in between looks the same to the worker, but cannot be timed to the
-microsecond; hence this stand-in.
+[...]}: `flip` one bit, `truncate` (the last 4 KiB of the page are zero), `swap` (the bytes of the page before, which match their own
+checksum), `drop` (the page is gone), `error` (the copy raises). The page hit is the middle one of the load. A node killed or an extent
+unmapped in between looks the same to the worker, but cannot be timed to the microsecond; hence this stand-in.
+
+`MOONCAKE_KV_TEST_UNPROTECTED=poison` or `verify`: a connector that commits what was computed on a failed load, or one that does not check
+pages when it loads them. For the proof that the tests of faults would catch either.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 FAULT = "MOONCAKE_KV_TEST_FAULT"
+UNPROTECTED = "MOONCAKE_KV_TEST_UNPROTECTED"
 
 
 def install(rank: int) -> None:
@@ -41,10 +45,38 @@ def install(rank: int) -> None:
         with self._client.arena().pin(load.epoch, load.generation) as pinned:
             page = pinned.slot(load.slots[middle])
             if fault["kind"] == "flip":
-                page[self._layout.slot_bytes // 3] ^= 16
+                page[self._layout.slot_bytes // 3 + rank] ^= 16  # not the bit that another rank has flipped
+            elif fault["kind"] == "swap":
+                page[:] = pinned.slot(load.slots[middle - 1])
             else:
                 page[-4096:] = 0
         return original(self, load, digest)
 
     _load.mooncake_kv_test = True  # type: ignore[attr-defined]
     WorkerHalf._load = _load  # type: ignore[method-assign]
+
+
+def unprotect(what: str) -> None:
+    """Take one protection away from the connector in this process."""
+    from mooncake_kv.connectors.store.scheduler import SchedulerHalf
+    from mooncake_kv.connectors.store.worker import WorkerHalf
+
+    if what == "poison":
+        settle = SchedulerHalf._settle
+
+        def _settle(self: Any, saves: Any, saved: Any) -> None:
+            for save in saves:
+                save.poisoned = False
+            settle(self, saves, saved)
+
+        SchedulerHalf._settle = _settle  # type: ignore[method-assign]
+    elif what == "verify":
+        load = WorkerHalf._load
+
+        def _load(self: Any, planned: Any, digest: str) -> int:
+            self._verify = False
+            return load(self, planned, digest)
+
+        WorkerHalf._load = _load  # type: ignore[method-assign]
+    else:
+        raise ValueError(f"{UNPROTECTED}={what!r}: 'poison' or 'verify'")

@@ -3,16 +3,17 @@
 - `MOONCAKE_KV_TEST_ASYNC=1`: asynchronous scheduling, the default on GPUs, which the CPU platform forces off though it runs there.
 - `MOONCAKE_KV_TEST_ISA=vec`: the attention layout of a CPU without AMX. Only replaces `amx`: a head size or block size that already
   leads to another layout keeps it.
-- `MOONCAKE_KV_TEST_FAULT=FILE`: see `faults`.
+- `MOONCAKE_KV_TEST_FAULT=FILE`, `MOONCAKE_KV_TEST_UNPROTECTED=WHAT`: see `faults`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 from . import faults
-from .faults import FAULT
+from .faults import FAULT, UNPROTECTED
 
 ASYNC = "MOONCAKE_KV_TEST_ASYNC"
 ISA = "MOONCAKE_KV_TEST_ISA"
@@ -39,6 +40,8 @@ def _plant_faults() -> None:
         return
 
     def register_kv_caches(self: Any, kv_caches: Any) -> None:
+        if what := os.environ.get(UNPROTECTED):
+            faults.unprotect(what)
         faults.install(self._vllm_config.parallel_config.rank)
         original(self, kv_caches)
 
@@ -68,6 +71,7 @@ def _replace_amx(isa: str) -> None:
     if getattr(original, "mooncake_kv_test", False):
         return
 
+    @functools.wraps(original)  # the plugin checks the parameters
     def _get_attn_isa(*args: Any, **kwargs: Any) -> str:
         chosen = original(*args, **kwargs)
         return isa if chosen == "amx" else chosen
