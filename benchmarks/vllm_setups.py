@@ -196,11 +196,17 @@ class Setups:
         raise TimeoutError(f"the benchmark's idle engines and nodes used more than {IDLE_SHARE} CPUs for {IDLE_DEADLINE_S} s")
 
 
-def reused(result: Result, expected: int, what: str) -> float:
+def reused(engine: Engine, result: Result, expected: int, what: str) -> float:
     """The request's TTFT in seconds, if it reused exactly that many tokens."""
-    if result.cached != expected or result.ttft_s is None:
-        raise RuntimeError(f"{what}: {result.cached} tokens were reused instead of {expected}, so its time means nothing")
-    return result.ttft_s
+    if result.cached == expected and result.ttft_s is not None:
+        return result.ttft_s
+    counts = [f"{name.partition('mooncake_kv_')[2]} {value:.0f}" for name, value in engine.metrics().items() if _explains(name) and value]
+    why = f" ({', '.join(counts)})" if counts else ""
+    raise RuntimeError(f"{what}: {result.cached} tokens were reused instead of {expected}, so its time means nothing{why}")
+
+
+def _explains(metric: str) -> bool:
+    return metric.startswith(tuple(f"vllm:mooncake_kv_{name}_total" for name in ("no_load", "pages", "failures")))
 
 
 def pause(processes: Sequence[psutil.Process], stop: bool) -> None:

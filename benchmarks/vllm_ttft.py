@@ -138,11 +138,14 @@ class Benchmark:
 
     def _engines(self, stack: ExitStack, node: str) -> dict[str, Engine]:
         master = stack.enter_context(self.setups.master())
-        starts = {PLAIN: self.setups.plain, IN_TREE: lambda: self.setups.in_tree(master), OURS: lambda: self.setups.ours(node)}
         engines: dict[str, Engine] = {}
-        for name, start in starts.items():
+        for name, start in (
+            (PLAIN, self.setups.plain()),
+            (IN_TREE, self.setups.in_tree(master)),
+            (OURS, self.setups.ours(node)),
+        ):
             self.step(f"starting vLLM: {name}")
-            engines[name] = stack.enter_context(start())
+            engines[name] = stack.enter_context(start)
         for name, engine in engines.items():
             self.step(f"warming up: {name}")
             self.warm_up(engine)
@@ -163,7 +166,7 @@ class Benchmark:
                 counting = name == OURS and case != "local"
                 before = engine.metrics() if counting else {}
                 result = engine.generate(prompt, 1)
-                ttft = reused(result, 0 if case == "cold" else PREFIX, f"{name}, {case}, {tokens} tokens")
+                ttft = reused(engine, result, 0 if case == "cold" else PREFIX, f"{name}, {case}, {tokens} tokens")
                 self.samples.ttft[name, case, tokens].append(ttft)
                 if counting:
                     self.setups.settle(engine)
@@ -228,7 +231,7 @@ class Benchmark:
                 with start() as engine:
                     for number, (prefix, tail) in enumerate(prefixes):
                         self.step(f"{name}: storing prefix {number + 1} of {len(prefixes)}")
-                        reused(engine.generate(prefix + self.ids(tail), 1), 0, f"{name}, storing")
+                        reused(engine, engine.generate(prefix + self.ids(tail), 1), 0, f"{name}, storing")
                     self.setups.settle(engine)
             engines: dict[str, Engine] = {}
             for name, start in starts.items():
@@ -242,7 +245,7 @@ class Benchmark:
                 for name, engine in self.order(engines):
                     self.setups.settle(engine)
                     what = f"{name}, fresh process, {len(prompt)} tokens"
-                    self.samples.fresh[name, len(prompt)].append(reused(engine.generate(prompt, 1), PREFIX, what))
+                    self.samples.fresh[name, len(prompt)].append(reused(engine, engine.generate(prompt, 1), PREFIX, what))
         self.setups.end_nodes()
 
     # ---- gap ---------------------------------------------------------------------------------------------------------------------
@@ -273,7 +276,7 @@ class Benchmark:
         times = [results[0].added + passed for passed in results[0].token_times]
         begin, end = times[40], times[60]
         if newcomer is not None:
-            begin, end = results[1].added, results[1].added + reused(results[1], expected, what)
+            begin, end = results[1].added, results[1].added + reused(engine, results[1], expected, what)
         last = next((i for i, at in enumerate(times) if at > end), len(times) - 1)
         return max(b - a for a, b in pairwise(times[: last + 1]) if b > begin)
 
