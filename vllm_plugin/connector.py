@@ -89,6 +89,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerHalf | None = None
         self._client: NodeClient | None = None
         self._requests: dict[str, Request] = {}
+        self._adapters: dict[int, str] = {}
         self._plan: Plan | None = None
         self._report: Report | None = None
         self._invalid: set[int] = set()
@@ -150,9 +151,9 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         seed = b""
         if not skip and (request.lora_request is not None or request.cache_salt is not None):
             try:
-                seed = seed_of(request)
+                seed = seed_of(request, self._adapters)
             except (OSError, ValueError) as error:
-                logger.warning("LoRA %r is served without the cache: %s", request.lora_request.lora_name, error)
+                logger.warning("request %s is served without the cache: its LoRA adapter: %s", request.request_id, error)
                 skip = "lora_unreadable"
         extras = image_extras(request, self._namespace.page_tokens) if request.mm_features else None
         self._requests[request.request_id] = request

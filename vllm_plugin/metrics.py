@@ -26,6 +26,7 @@ _METRICS: dict[str, tuple[str, str, str]] = {
     "skipped_prompt_embeds": ("no_load", "reason", "prompt_embeds"),
     "skipped_streaming_input": ("no_load", "reason", "streaming_input"),
     "skipped_lora_without_path": ("no_load", "reason", "lora_without_path"),
+    "skipped_media_without_hash": ("no_load", "reason", "media_without_hash"),
     "skipped_lora_unreadable": ("no_load", "reason", "lora_unreadable"),
     "saved_pages": ("pages", "event", "saved"),
     "discarded_pages": ("pages", "event", "discarded"),

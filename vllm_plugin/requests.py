@@ -6,10 +6,14 @@ cache salt, images) goes into the hash; what cannot be put into it keeps the req
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ..common.adapter import adapter_fingerprint
 from ..common.hashing import storage_namespace_seed
+
+# vLLM's hash of an item's content (blake3, sha256 or sha512).
+_CONTENT_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
 
 
 def reason_to_skip(request: Any) -> str:
@@ -20,13 +24,24 @@ def reason_to_skip(request: Any) -> str:
         return "streaming_input"  # its token ids may be replaced, not only appended to
     if request.lora_request is not None and not request.lora_request.lora_path:
         return "lora_without_path"
+    if not all(_CONTENT_HASH.fullmatch(_item_hash(feature)) for feature in request.mm_features or ()):
+        # A name that the client chose, or, without prefix and processor cache, a number that every engine counts from 1.
+        return "media_without_hash"
     return ""
 
 
-def seed_of(request: Any) -> bytes:
-    """Seed of the request's page hashes. Raises OSError, ValueError or UnsupportedError when its LoRA adapter cannot be identified."""
+def seed_of(request: Any, adapters: dict[int, str]) -> bytes:
+    """Seed of the request's page hashes. `adapters` is the caller's memory of what the engine has loaded under which LoRA id: vLLM goes on
+    with that when the files change. Raises OSError or ValueError when the request's adapter cannot be identified."""
     lora = request.lora_request
-    return storage_namespace_seed(None if lora is None else f"lora:{adapter_fingerprint(lora.lora_path)}", request.cache_salt)
+    if lora is None:
+        return storage_namespace_seed(None, request.cache_salt)
+    fingerprint = adapter_fingerprint(lora.lora_path)
+    if lora.load_inplace:
+        adapters[lora.lora_int_id] = fingerprint
+    elif adapters.setdefault(lora.lora_int_id, fingerprint) != fingerprint:
+        raise ValueError(f"id {lora.lora_int_id} stood for other weights before, and vLLM may still use those")
+    return storage_namespace_seed(f"lora:{fingerprint}", request.cache_salt)
 
 
 def image_extras(request: Any, page_tokens: int) -> dict[int, bytes]:
@@ -36,7 +51,7 @@ def image_extras(request: Any, page_tokens: int) -> dict[int, bytes]:
         first, length = feature.mm_position.offset, feature.mm_position.length
         if length < 1:
             continue
-        identifier = f"{feature.modality}\0{feature.identifier}".encode()
+        identifier = f"{feature.modality}\0{_item_hash(feature)}".encode()
         for page in range(first // page_tokens, (first + length - 1) // page_tokens + 1):
             place = first - page * page_tokens
             part = (
@@ -44,3 +59,8 @@ def image_extras(request: Any, page_tokens: int) -> dict[int, bytes]:
             )
             extras[page] = extras.get(page, b"") + part
     return extras
+
+
+def _item_hash(feature: Any) -> str:
+    """Without the adapter's name, which vLLM may put before it: the adapter is in the seed."""
+    return str(feature.mm_hash or feature.identifier)
