@@ -88,17 +88,21 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
         _refuse(f"a model with {len(groups)} KV cache groups ({kinds}): sliding windows, Mamba and cross attention are not served")
     spec = groups[0].kv_cache_spec
+    if (window := getattr(spec, "sliding_window", None)) is not None:
+        _refuse(f"sliding window attention (window {window})")
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
         _refuse(f"KV cache of kind {type(spec).__name__}")
-    if spec.sliding_window is not None:
-        _refuse(f"sliding window attention (window {spec.sliding_window})")
     if spec.attention_chunk_size is not None:
         _refuse(f"chunked local attention (chunk {spec.attention_chunk_size})")
     if spec.non_causal:
         _refuse("attention that is not causal, where a page depends on later tokens")
     if spec.tokens_per_state != 1:
         _refuse(f"compressed KV (tokens_per_state={spec.tokens_per_state})")
-    layers = vllm_config.model_config.get_num_layers(parallel)
+    model = vllm_config.model_config
+    if not model.is_prefix_caching_supported:
+        pooling = getattr(model.pooler_config, "seq_pooling_type", None)
+        _refuse(f"a model for which vLLM supports no prefix caching (pooling {pooling}): its answer needs every token computed")
+    layers = model.get_num_layers(parallel)
     if len(groups[0].layer_names) != layers:
         _refuse(f"layers that share KV, or extra ones ({len(groups[0].layer_names)} KV layers for {layers} layers of the model)")
 
