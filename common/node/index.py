@@ -31,8 +31,8 @@ split_hashes = struct.Struct("32s").iter_unpack
 
 
 class Entry(msgspec.Struct, eq=False, gc=False):
-    """A page that is there. `verified`: checked since its first current lease began. `suspect`: a client has found it damaged, and that is
-    being checked. `dead`: not in its namespace any more."""
+    """A page that is there. `verified`: checked since its first current lease began. `suspect`: how many checks are under way because a
+    client has found it damaged. `dead`: not in its namespace any more."""
 
     hash: bytes
     slot: int
@@ -41,7 +41,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     tick: int
     leases: int = 0
     verified: bool = False
-    suspect: bool = False
+    suspect: int = 0
     dead: bool = False
 
 

@@ -90,13 +90,13 @@ class Stager:
         entries = [entry for page_hash in hashes if (entry := space.pages.get(page_hash))]
         for part in _parts(entries, space):
             for entry in part:
-                entry.suspect = True
+                entry.suspect += 1
                 entry.verified = False  # other fetches have to look again, too
                 self._index.lease(entry)
 
             def done(good: list[bool], part: list[Entry] = part) -> None:
                 for i, entry in enumerate(part):
-                    entry.suspect = False
+                    entry.suspect -= 1
                     if i >= len(good) or not good[i]:
                         self._drop_bad(entry)
                 self._index.unlease(part)

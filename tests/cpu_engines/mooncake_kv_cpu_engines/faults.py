@@ -43,6 +43,10 @@ def install(rank: int) -> None:
             load.slots[middle] = (1 << 62) | (load.slots[middle] & 0xFFF)
             return original(self, load, digest)
         with self._client.arena().pin(load.epoch, load.generation) as pinned:
+            pages = zip(load.slots[:middle], load.hashes[:middle], strict=True)
+            if not all(self._layout.verify(pinned.slot(slot), page_hash, digest) for slot, page_hash in pages):
+                # A load that was staged before an earlier fault hit its pages. It ends before it would find this one.
+                return original(self, load, digest)
             page = pinned.slot(load.slots[middle])
             if fault["kind"] == "flip":
                 page[self._layout.slot_bytes // 3 + rank] ^= 16  # not the bit that another rank has flipped
