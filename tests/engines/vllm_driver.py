@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ class Driver:
     def run(self, requests: list[Json], reset_every: int = 0) -> list[Json]:
         """Run the requests to their ends and report on each. A request starts at once, or when another (`after`: its id) has given
         `after_tokens` tokens; it is aborted once it has given `abort_after_tokens`, or the engine has made `abort_after_steps` since it
-        began. Every `reset_every` steps (0: never) the prefix cache is reset, which preempts what is running."""
+        began. Every `reset_every` steps (0: never) the prefix cache is reset, which preempts what is running. (vLLM complains when
+        blocks are still in use then, as they may be with asynchronous scheduling and any connector; it has preempted all the same.)"""
         engine = self.llm.llm_engine
         waiting = {r["id"]: r for r in requests}
         results: dict[str, Json] = {}
@@ -63,7 +65,8 @@ class Driver:
                     engine.abort_request([request["id"]])
                     result["finish"] = "abort"
             if reset_every and steps % reset_every == 0:
-                self.llm.reset_prefix_cache(reset_running_requests=True)
+                with suppress(RuntimeError):
+                    self.llm.reset_prefix_cache(reset_running_requests=True)
             admit()
         return [_reported(results[r["id"]]) for r in requests]
 
