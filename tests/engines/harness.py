@@ -28,6 +28,9 @@ import psutil
 DRIVER = Path(__file__).with_name("vllm_driver.py")
 START_TIMEOUT_S = 180.0
 RUN_TIMEOUT_S = 120.0
+# One OpenMP thread per rank, on any core. A team waits, spinning, for its slowest member: on a busy machine, or where the ranks' teams
+# together outnumber the cores, that is many times slower.
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 class EngineError(Exception):

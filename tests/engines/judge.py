@@ -10,6 +10,7 @@ MAX_ERROR.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -52,7 +53,7 @@ class PageReader:
         self.namespace = namespace
         self.layout = PageLayout(namespace)
         self._digest = namespace.digest(config.pool_secret)
-        engine = f"judge-{self._digest}"
+        engine = f"judge-{uuid.uuid4().hex}"  # a second scheduler of one engine ends the first
         self._scheduler = NodeClient(config, namespace, engine=engine, role="scheduler", credits=1, spawn=False)
         self._worker = NodeClient(config, namespace, engine=engine, role="worker", spawn=False)
 
@@ -88,12 +89,17 @@ class PageReader:
         """Store a page of zeros."""
         self._wait(lambda: self._scheduler.counters()["credits"] > 0)
         granted = self._scheduler.take(1)
-        arena = self._worker.arena()
-        assert arena is not None, self._worker.reason
-        with arena.pin(granted.epoch, granted.generation) as pinned:
-            assert pinned is not None
-            self._wait(lambda: pinned.slot(granted.slots[0]) is not None)
-            pinned.slot(granted.slots[0])[:] = 0
+
+        def write() -> bool:
+            arena = self._worker.arena()
+            assert arena is not None, self._worker.reason
+            with arena.pin(granted.epoch, granted.generation) as pinned:
+                slot = pinned.slot(granted.slots[0]) if pinned is not None else None
+                if slot is not None:  # the worker may not have mapped it yet
+                    slot[:] = 0
+                return slot is not None
+
+        self._wait(write)
         self._scheduler.commit(granted.generation, [(page_hash, granted.slots[0])])
         assert self.wait_for([page_hash]) == 1
 
