@@ -1,35 +1,36 @@
-"""Real vLLM: loads that fail half-way. After each fault every page that anybody can see is judged against another engine's."""
+"""Real vLLM: loads that fail half-way. After each fault every page that anybody can see is judged against another computation."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mooncake_kv.common.hashing import page_hashes, storage_namespace_seed
+from mooncake_kv.common.hashing import page_hashes
 from mooncake_kv.common.identity import KVNamespace
-from tests.engines.harness import Engine, Request, Result
-from tests.engines.judge import MAX_ERROR, PageReader, worst_error
+from tests.engines.harness import ONE_THREAD, Engine, Request
+from tests.engines.judge import EXACT, MAX_ERROR, Judged, PageReader, judge_pages
 from tests.engines.test_vllm_hits import INSECURE, random_ids
 from tests.models import TINY_LLAMA, generated_llama
 
 # A patient client: on a busy test machine the node may not get a core for longer than the default 150 ms.
 SETTINGS = {"dram_size": "256mb", "extent_size": "64mb", "fetch_timeout_ms": 10000}
-KINDS = ["drop", "truncate", "flip", "error"]
+KINDS = ["drop", "truncate", "flip", "swap", "error"]
 PREFIXES = [random_ids(700, 900 + i) for i in range(2)]
 
 
 class Bench:
-    """An engine whose loads fail while `control` exists, and the right page for every hash of what it was asked."""
+    """An engine whose loads fail while `control` exists."""
 
     def __init__(self, engine: Engine, reader: PageReader, control: Path) -> None:
         self.engine, self.reader, self.control = engine, reader, control
-        self.space = reader.namespace
-        self.asked: list[list[int]] = []
+        self.asked: list[tuple[list[int], list[int]]] = []
 
-    def ask(self, seed: int) -> list[Result]:
+    def ask(self, seed: int) -> None:
         """Requests that share the prefixes and go on differently, so that new pages are computed on top of the loaded ones."""
         requests = []
         for i, prefix in enumerate(PREFIXES):
@@ -37,62 +38,77 @@ class Bench:
                 ids = prefix + random_ids(150, seed * 100 + i * 10 + branch)
                 requests.append(Request(ids=ids, sampling={"max_tokens": 24, "ignore_eos": True}))
         results = self.engine.run(requests)
-        known = [r.ids + result.output for r, result in zip(requests, results, strict=True)]
-        self.asked += [ids for ids in known if ids not in self.asked]
         assert all(len(r.output) == 24 for r in results)
-        return results
+        self.asked += [(r.ids, result.output) for r, result in zip(requests, results, strict=True)]
 
-    def judge(self) -> int:
-        """Every stored page of everything asked, against the same tokens prefilled under a salt that no load ever touched."""
-        self.control.unlink(missing_ok=True)
+    def meet(self, kind: str, ranks: list[int], seed: int) -> float:
+        """Ask twice while loads meet the fault; the second time what was stored meanwhile is loaded, in vain again. Returns how many loads
+        failed the first time."""
+        before = self.failures()
+        self.engine.reset_prefix_cache()
+        self.control.write_text(json.dumps({"kind": kind, "ranks": ranks}))
+        self.ask(seed)
+        failed = self.failures() - before
+        self.engine.reset_prefix_cache()
+        self.ask(seed)
+        self.control.unlink()
+        return failed
 
-        seed, judged = storage_namespace_seed(None, "reference"), 0
-        for ids in self.asked:
-            self.engine.generate(ids, 1, cache_salt="reference", sampling={"skip_reading_prefix_cache": True})
-            found = {h: p for h in page_hashes(ids) for p in self.reader.read([h])}
-            reference = page_hashes(ids, seed=seed)
-            assert self.reader.wait_for(reference) == len(reference)
-            right = self.reader.read(reference)
-            for page_hash, expected in zip(page_hashes(ids), right, strict=True):
-                if page_hash in found:
-                    judged += 1
-                    assert worst_error(found[page_hash], expected) < MAX_ERROR
+    def judge(self) -> Judged:
+        """Every stored page of everything asked since the last time."""
+        judged = judge_pages(self.engine, self.reader, self.asked)
         self.asked.clear()
+        print(judged)
         return judged
 
+    def failures(self) -> float:
+        return sum(v for k, v in self.engine.metrics().items() if "mooncake_kv_failures_total" in k and 'what="load"' in k)
 
-@pytest.fixture(scope="module", params=["sync", "async"])
-def bench(request: pytest.FixtureRequest, module_runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    folder = tmp_path_factory.mktemp(request.param)
+
+@contextmanager
+def bench(folder: Path, environment: Mapping[str, str], **arguments: Any) -> Iterator[Bench]:
     control = folder / "fault"
-    environment = {**INSECURE, "MOONCAKE_KV_TEST_FAULT": str(control), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    if request.param == "async":
-        environment["MOONCAKE_KV_TEST_ASYNC"] = "1"
-    arguments = {"tensor_parallel_size": 2, "max_num_batched_tokens": 512}
-    with Engine(generated_llama(TINY_LLAMA), folder / "log", settings=SETTINGS, environment=environment, **arguments) as engine:
+    variables = {**INSECURE, **EXACT, **ONE_THREAD, "MOONCAKE_KV_TEST_FAULT": str(control), **environment}
+    chunks = {"max_num_batched_tokens": 512}
+    with Engine(generated_llama(TINY_LLAMA), folder / "log", settings=SETTINGS, environment=variables, **chunks, **arguments) as engine:
         space = KVNamespace.decode(bytes.fromhex(engine.call("tests.engines.judge:namespace")))
         with PageReader(space, SETTINGS) as reader:
-            bench = Bench(engine, reader, control)
-            bench.ask(1)
-            for ids in bench.asked:
-                assert reader.wait_for(page_hashes(ids)[:13]) == 13
-            assert bench.judge() >= 4 * 13
-            yield bench
+            made = Bench(engine, reader, control)
+            made.ask(1)
+            assert all(reader.wait_for(page_hashes(ids)) == 13 for ids, _ in made.asked)
+            judged = made.judge()
+            assert (judged.pages, judged.missing, judged.different) == (2 * 10 + 4 * 3, 0, 0)
+            yield made
+
+
+# vLLM 0.32 with asynchronous scheduling: when the failed load of step N is reported, step N+1 is under way. The request is set back to
+# the bad block, but the runner still replaces the last token of its next chunk by what step N+1 sampled (_prepare_input_ids), or by -1.
+# The request, and whoever shares its blocks, goes on with that token's KV; so do their pages, and nothing in the connector sees it.
+ASYNC = pytest.param("async", marks=pytest.mark.xfail(reason="vLLM computes a wrong token after a failed load", strict=False))
+
+
+@pytest.fixture(scope="module", params=["sync", ASYNC])
+def two_ranks(request: pytest.FixtureRequest, module_runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    environment = {"MOONCAKE_KV_TEST_ASYNC": "1"} if request.param == "async" else {}
+    with bench(tmp_path_factory.mktemp(request.param), environment, tensor_parallel_size=2) as made:
+        yield made
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_computed_on_a_failed_load_becomes_visible(bench: Bench, kind: str) -> None:
-    for ranks in ([0, 1], [1]):
-        seed = 10 + 2 * KINDS.index(kind) + len(ranks)
-        before = _failures(bench)
-        bench.engine.reset_prefix_cache()
-        bench.control.write_text(json.dumps({"kind": kind, "ranks": ranks}))
-        bench.ask(seed)
-        assert _failures(bench) > before, "no load met the fault"
-        bench.engine.reset_prefix_cache()
-        bench.ask(seed)  # the same again: what the first round stored is loaded now
-    assert bench.judge() > 100
+def test_nothing_computed_on_a_failed_load_becomes_visible(two_ranks: Bench, kind: str) -> None:
+    seeds = [10 + 2 * KINDS.index(kind) + i for i in range(2)]
+    for ranks, seed in zip(([0, 1], [1]), seeds, strict=True):
+        assert two_ranks.meet(kind, ranks, seed) > 0, "no load met the fault"
+    judged = two_ranks.judge()
+    assert judged.worst < MAX_ERROR
+    # A damaged page is replaced by what was computed in its stead, so at the end all are there: 10 of each prefix, 3 of each request.
+    assert (judged.pages, judged.missing, judged.different) == (2 * 10 + 2 * 4 * 3, 0, 0)
 
 
-def _failures(bench: Bench) -> float:
-    return sum(v for k, v in bench.engine.metrics().items() if "mooncake_kv_failures_total" in k and 'what="load"' in k)
+@pytest.mark.parametrize(("what", "kind"), [("poison", "swap"), ("verify", "swap")])
+def test_a_connector_without_protection_is_caught(runtime_dir: Path, tmp_path: Path, what: str, kind: str) -> None:
+    """The test above sees the pages of a connector that commits what was computed on a failed load, or does not check what it loads."""
+    with bench(tmp_path, {"MOONCAKE_KV_TEST_UNPROTECTED": what}, in_process=True) as made:
+        failed = made.meet(kind, [0], 50)
+        assert (failed > 0) == (what == "poison")
+        assert made.judge().different > 0

@@ -25,7 +25,7 @@ from mooncake_kv.common.hashing import page_hashes
 from mooncake_kv.common.identity import KVNamespace
 from mooncake_kv.common.node.paths import node_paths
 from mooncake_kv.common.node.tool import NodeTool
-from tests.engines.harness import Engine, EngineError, Request, Result
+from tests.engines.harness import ONE_THREAD, Engine, EngineError, Request, Result
 from tests.engines.judge import PageReader
 from tests.engines.probes import COPYING
 from tests.engines.test_vllm_hits import INSECURE, random_ids
@@ -115,9 +115,7 @@ class Stand:
 def stand(module_runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     arguments: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 1024, "enable_prefix_caching": False}
     log = tmp_path_factory.mktemp("stand") / "log"
-    # One thread, on any core: a team that waits for its slowest member on a busy machine would be slower than anything looked for here.
-    environment = {**INSECURE, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    with Engine(SMOLLM2, log, settings=SETTINGS, environment=environment, in_process=True, **arguments) as engine:
+    with Engine(SMOLLM2, log, settings=SETTINGS, environment={**INSECURE, **ONE_THREAD}, in_process=True, **arguments) as engine:
         engine.call("tests.engines.probes:install")
         yield Stand(engine)
 
@@ -152,9 +150,9 @@ def test_a_killed_node(stand: Stand, node: psutil.Process) -> None:
         node_process().kill()
         killed.append(time.perf_counter())
 
-    results = stand.traffic(14, (1.0, kill), (5.0, kill), (7.5, kill))
+    results = stand.traffic(18, (1.0, kill), (5.0, kill), (8.0, kill))
     stand.judge(results)
-    stand.hits_again_within(results, killed[-1], 6.0)
+    stand.hits_again_within(results, killed[-1], 10.0)  # 3 s measured
     assert any(killed[0] < r.added < killed[1] and r.cached for r in results), "hits between the first two kills"
 
 
@@ -194,7 +192,7 @@ def test_a_node_stopped_again_and_again(stand: Stand, node: psutil.Process) -> N
 
 def test_a_killed_engine_leaves_the_node_usable(runtime_dir: Path, tmp_path: Path) -> None:
     """SIGKILL to the whole engine under traffic, twice; then all of the node's memory serves the next engine."""
-    arguments: dict[str, Any] = {"settings": PATIENT, "environment": INSECURE, "in_process": True, "max_model_len": 2048}
+    arguments: dict[str, Any] = {"settings": PATIENT, "environment": {**INSECURE, **ONE_THREAD}, "in_process": True, "max_model_len": 2048}
     prompts = [Request(ids=random_ids(900, 700 + i), sampling={"max_tokens": 8, "ignore_eos": True}) for i in range(6)]
     with Engine(generated_llama(TINY_LLAMA), tmp_path / "log", **arguments) as engine, ThreadPoolExecutor(1) as pool:
         node = node_process()
@@ -220,9 +218,11 @@ def test_a_killed_worker_ends_its_engine_only(runtime_dir: Path, tmp_path: Path)
     """One of two ranks dies under traffic: the engine dies, its leases end, another engine goes on with the pages of both ranks."""
     model = generated_llama(TINY_LLAMA)
     prompts = [Request(ids=random_ids(900, 900 + i), sampling={"max_tokens": 8, "ignore_eos": True}) for i in range(4)]
-    nobind = {**INSECURE, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     arguments: dict[str, Any] = {"settings": PATIENT, "max_model_len": 2048}
-    with Engine(model, tmp_path / "log", environment=nobind, tensor_parallel_size=2, **arguments) as engine, ThreadPoolExecutor(1) as pool:
+    with (
+        Engine(model, tmp_path / "log", environment={**INSECURE, **ONE_THREAD}, tensor_parallel_size=2, **arguments) as engine,
+        ThreadPoolExecutor(1) as pool,
+    ):
         space = KVNamespace.decode(bytes.fromhex(engine.call("tests.engines.judge:namespace")))
         engine.run([Request(ids=p.ids, sampling=p.sampling) for p in prompts])
         with PageReader(space, PATIENT) as reader:
@@ -236,7 +236,7 @@ def test_a_killed_worker_ends_its_engine_only(runtime_dir: Path, tmp_path: Path)
             answers.result(60)
         engine.kill()
     wait_until_unused()
-    with Engine(model, tmp_path / "log2", environment=INSECURE, in_process=True, **arguments) as engine:
+    with Engine(model, tmp_path / "log2", environment={**INSECURE, **ONE_THREAD}, in_process=True, **arguments) as engine:
         found = engine.run([Request(ids=p.ids, sampling=p.sampling) for p in prompts])
         assert [r.cached for r in found] == [896] * 4
         assert all(len(r.output) == 8 for r in found)
