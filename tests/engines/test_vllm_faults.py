@@ -81,16 +81,9 @@ def bench(folder: Path, environment: Mapping[str, str], **arguments: Any) -> Ite
             yield made
 
 
-# vLLM 0.32 with asynchronous scheduling: when the failed load of step N is reported, step N+1 is under way. The request is set back to
-# the bad block, but the runner still replaces the last token of its next chunk by what step N+1 sampled (_prepare_input_ids), or by -1.
-# The request, and whoever shares its blocks, goes on with that token's KV; so do their pages, and nothing in the connector sees it.
-ASYNC = pytest.param("async", marks=pytest.mark.xfail(reason="vLLM computes a wrong token after a failed load", strict=False))
-
-
-@pytest.fixture(scope="module", params=["sync", ASYNC])
-def two_ranks(request: pytest.FixtureRequest, module_runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    environment = {"MOONCAKE_KV_TEST_ASYNC": "1"} if request.param == "async" else {}
-    with bench(tmp_path_factory.mktemp(request.param), environment, tensor_parallel_size=2) as made:
+@pytest.fixture(scope="module")
+def two_ranks(module_runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with bench(tmp_path_factory.mktemp("two"), {}, tensor_parallel_size=2) as made:
         yield made
 
 

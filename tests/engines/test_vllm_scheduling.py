@@ -1,4 +1,4 @@
-"""Real vLLM under awkward schedules: chunks, preemption, aborts, resets, asynchronous scheduling, speculation, prefixes beyond the arena.
+"""Real vLLM under awkward schedules: chunks, preemption, aborts, resets, speculation, prefixes beyond the arena.
 
 After each, every page that anybody can see is judged against the same tokens prefilled in one go, and nothing may be held any more.
 """
@@ -24,7 +24,6 @@ from tests.engines.test_vllm_hits import INSECURE, random_ids
 from tests.models import TINY_LLAMA, generated_llama
 
 SETTINGS = {"dram_size": "256mb", "extent_size": "64mb", "fetch_timeout_ms": 10000}
-ASYNC = {"MOONCAKE_KV_TEST_ASYNC": "1"}
 
 
 class Bench:
@@ -72,13 +71,12 @@ def again(requests: Sequence[Request]) -> list[Request]:
 # ---- room for few blocks, small chunks -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["sync", "async"])
+@pytest.fixture(scope="module", params=[32, 64])
 def cramped(request: pytest.FixtureRequest, module_runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Chunks of 96 tokens, which end in the middle of pages, and blocks for 1,536 tokens."""
-    environment = ASYNC if request.param == "async" else {}
-    block = 64 if request.param == "async" else 32
+    block = request.param
     room = {"block_size": block, "num_gpu_blocks_override": 1536 // block, "max_model_len": 1024}
-    with bench(tmp_path_factory.mktemp("cramped"), environment, max_num_batched_tokens=96, **room) as made:
+    with bench(tmp_path_factory.mktemp("cramped"), {}, max_num_batched_tokens=96, **room) as made:
         yield made
 
 
@@ -149,7 +147,7 @@ def test_an_abort_while_the_node_is_staging(cramped: Bench) -> None:
 
 
 def test_prefix_cache_resets_under_load(cramped: Bench) -> None:
-    """Each reset preempts all that runs; with asynchronous scheduling what is under way is dropped."""
+    """Each reset preempts all that runs."""
     requests = requests_of(5, 350, 60, seed=5000, shared=150)
     results = cramped.engine.run(requests, reset_every=7)
     assert all(len(r.output) == 60 for r in results)
