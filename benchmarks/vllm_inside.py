@@ -17,6 +17,7 @@ def facts(llm: Any) -> dict[str, Any]:
         "isa": cpu_attn._get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype),
         "dtype": str(model.dtype).removeprefix("torch."),
         "block_size": cache.block_size,
+        "num_blocks": cache.num_gpu_blocks,
         "num_layers": model.get_num_layers(config.parallel_config),
         "num_kv_heads": model.get_total_num_kv_heads(),
         "head_dim": model.get_head_size(),
