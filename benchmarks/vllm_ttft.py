@@ -22,8 +22,8 @@ Parts:
   that 200 were waiting, and none may have got a token.
 
 The scatter rate in the limit for warm is not our connector's own figure, which would excuse a slow connector: it is what the view alone
-reaches in this process with the engine's layout, 46 pages into blocks in random order, on the cores the engine has (see core.py). Repeated
-on the same pages, it finds them in the last-level cache where they fit; the connector finds them in memory.
+reaches in this process with the engine's layout, 46 pages into blocks in random order, on the cores the engine has (see core.py).
+Repeated on the same pages, it finds them in the last-level cache where they fit; the connector finds them in memory.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -217,7 +218,7 @@ class Benchmark:
                 bound = view.bind(layout, 0, 0, threads=threads)
                 bound.scatter(slots, 0, pages)
                 pin(cores)
-                self.samples.scatter[threads] += [size / seconds(lambda bound=bound: bound.scatter(slots, 0, pages)) for _ in range(9)]
+                self.samples.scatter[threads] += [size / seconds(partial(bound.scatter, slots, 0, pages)) for _ in range(9)]
                 bound.close()
         finally:
             os.sched_setaffinity(0, allowed)
