@@ -82,6 +82,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     layers_per_group: int = 0
     # At most so many bytes are staged for waiting requests; 0: half of the node's memory.
     staging_window: int = 0
+    # KV bytes, of all ranks together, that one step of an engine loads at most; 0: automatic.
+    load_step_bytes: int = 0
     # Free slots held ahead by an engine for saving; 0: automatic.
     credits: int = 0
     # Mooncake's own names, for the pool. No master: no pool. No hostname: the machine's.
@@ -226,6 +228,7 @@ _PARSERS: dict[str, Parser] = {
     "save_decode": _boolean,
     "layers_per_group": _integer(0, 1024),
     "staging_window": _size(),
+    "load_step_bytes": _size(),
     "credits": _size(),
     "master_server_address": _address,
     "metadata_server": _text(r"\S{1,255}", "'P2PHANDSHAKE' or the address of a metadata server"),

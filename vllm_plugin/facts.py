@@ -80,10 +80,6 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
             _refuse(f"context parallelism ({name}={getattr(parallel, name)})")
     if getattr(parallel, "nnodes", 1) > 1:
         _refuse(f"tensor or pipeline parallelism over several machines (nnodes={parallel.nnodes})")
-    if vllm_config.scheduler_config.async_scheduling:
-        # When the failed load of a step is reported, the next step is under way, and vLLM 0.32 then puts what that one sampled in the place
-        # of the last token of the request's next chunk: wrong KV, which nothing in a connector sees (measured).
-        _refuse("asynchronous scheduling (async_scheduling=True, --async-scheduling), with which vLLM recomputes a failed load wrongly")
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in DRAFTERS_WITHOUT_KV:
         _refuse(f"speculative decoding with method {speculative.method!r}, whose draft layers share the KV cache")

@@ -99,10 +99,8 @@ def check(args: argparse.Namespace) -> None:
 def apply(args: argparse.Namespace) -> None:
     """Turn the two flags into `args.kv_transfer_config`, in place. Raises ConfigError; does nothing the second time."""
     check(args)
-    args.kv_transfer_config = transfer = transfer_config(args)
+    args.kv_transfer_config = transfer_config(args)
     args.kv_connector = args.moon_cache_config = None
-    if transfer is not None and transfer.kv_connector == CONNECTOR and getattr(args, "async_scheduling", None) is None:
-        args.async_scheduling = False  # vLLM's default on GPUs; see facts.refuse_unsupported
 
 
 def transfer_config(args: argparse.Namespace) -> KVTransferConfig | None:

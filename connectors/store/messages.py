@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Load:
-    """Copy tokens [first_token, last_token) of staged pages into engine blocks before this step's forward pass.
+    """Copy tokens [first_token, last_token) of staged pages into blocks of a request that is not computed before it is in `Plan.loaded`.
 
     `slots[i]` and `hashes[i]` belong to page `first_page + i`; `block_ids[i]` is entry `first_block + i` of the request's block table. The
     scheduler half holds the lease until the step's report has come back.
@@ -46,13 +46,15 @@ class Save:
 class Plan:
     """One step. `digest` names the namespace: a model that edits its configuration while it is built could look different to the workers,
     which build it, and to the scheduler. `last_saves` are the pages that requests completed in their last step: they are copied before
-    the loads, and then the blocks of the requests in `finished` may be freed."""
+    the loads, and then the blocks of the requests in `finished` may be freed. `loaded` are the requests for which nothing is left to load
+    after this step, whether it went well or not: they can be scheduled, or freed if they were aborted."""
 
     digest: str = ""
     step: int = 0
     last_saves: list[Save] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
 
 

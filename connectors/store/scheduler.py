@@ -2,25 +2,25 @@
 
 Promises:
 - No method waits, does I/O or calls the node: `NodeClient` answers from local state.
-- Only this half commits, and only when the report of a save's step says that every rank copied it and no block of the request's prefix,
-  up to the end of the save, failed to load in that step or in any step that was scheduled before the failure was known. Without this
-  rule one failed load stores pages computed on garbage, with perfect checksums (measured on vLLM 0.32).
-- A slot is given back only after the report of the last step that may write it; a lease is released only after the report of the step
-  that reads it.
-- A request that would share, through the engine's own prefix cache, blocks of a load that is not confirmed yet waits for that one step.
-  Were the load to fail, the engine would let it go on above blocks that another request is to compute again, and nobody would if that one
-  were aborted or preempted first.
+- A request is computed only after the reports of all steps that load for it: the engine must not schedule it before. So nothing is ever
+  computed on a load that failed, and nothing that others could find lies above one. (Loading in the step that computes costs as much, and
+  then one failed load stores pages computed on garbage with perfect checksums, unless they are found again in every step under way;
+  measured on vLLM 0.32.)
+- Only this half commits, and only when the report of a save's step says that every rank copied it.
+- A step loads at most about `load_step_bytes`, so that running requests wait no longer than that takes.
+- A slot is given back only after the report of the last step that may write it; a lease is released only after the report of the last
+  step that reads it.
 - `match` may be asked any number of times; asking changes nothing but the staging that it starts.
 
 Engines call, in this order: `arrive`, `extend` (new token ids), `match` until it answers a number, `start`; then per step `scheduled` for
-each request and `end_step`; `output` with each step's report; `finish`.
+each request that is computed and `end_step`; `output` with each step's report; `finish`.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...common.hashing import PageHasher
@@ -50,9 +50,7 @@ class _Request:
     gave_up: bool = False  # this round of asking ends in computing
     blind: bool = False  # the next ask comes without a local hit, because the engine was told that it need not compute it
     local: int = 0  # tokens of the engine's own prefix hit, as of the last ask
-    load: tuple[int, int] | None = None  # tokens to load in the step that is being planned
-    new_blocks: Sequence[Hashable] = ()
-    loading: int = 0  # steps that read this request's lease and have not reported
+    load: _PendingLoad | None = None
     started: bool = False
     mark: int = 0  # pages below it need no save
     stored: tuple[int, int] = (0, 0)  # pages that this request loaded, hence stored already
@@ -67,29 +65,32 @@ class _PendingSave:
     first_page: int
     hashes: list[bytes]
     slots: list[int]
-    prefix: list[int]  # all blocks of the request up to the end of the save
-    poisoned: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _PendingLoad:
+    """Tokens [next_token, end_token) are still to be planned."""
+
     request: _Request
     fetch: Fetch
     reserved: int
-    load: Load
-    names: Sequence[Hashable]  # of all blocks that are unconfirmed while the load is
+    table: list[int]
+    next_token: int
+    end_token: int
+    done: bool = False  # the engine has been told that nothing of it is to come
 
 
 @dataclass(slots=True)
 class _Step:
     saves: list[_PendingSave] = field(default_factory=list)
-    loads: list[_PendingLoad] = field(default_factory=list)
-    exposed: list[list[int]] = field(default_factory=list)  # block tables of requests that ran on a load that is not confirmed
+    loads: list[Load] = field(default_factory=list)
+    ended: list[_PendingLoad] = field(default_factory=list)  # no later step reads their leases
 
 
 class SchedulerHalf:
     """`digest`: of the namespace; `block_tokens`: tokens per block of the engine; `ranks`: workers whose reports are merged into one;
-    `window_bytes`: how many bytes may be staged and not yet loaded (0: half of what the node may use)."""
+    `window_bytes`: how many bytes may be staged and not yet loaded (0: half of what the node may use); `load_step_bytes`: how many the
+    pages have that one step loads, at least one page."""
 
     def __init__(
         self,
@@ -101,6 +102,7 @@ class SchedulerHalf:
         ranks: int,
         slot_bytes: int,
         window_bytes: int = 0,
+        load_step_bytes: int = 1 << 30,
         save_decode: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -111,10 +113,11 @@ class SchedulerHalf:
         self._ranks = ranks
         self._slot_bytes = slot_bytes
         self._window_bytes = window_bytes
+        self._load_step_pages = max(1, load_step_bytes // slot_bytes)
         self._save_decode = save_decode
         self._clock = clock
         self._requests: dict[str, _Request] = {}
-        self._unconfirmed: Counter[Hashable] = Counter()
+        self._loads: deque[_PendingLoad] = deque()
         self._failed: OrderedDict[bytes, float] = OrderedDict()
         self._staged_bytes = 0
         self._plan = Plan(digest, 1)
@@ -149,26 +152,13 @@ class SchedulerHalf:
         request = self._requests.get(request_id)
         return -1 if request is None or request.skip or not self._save_decode else request.hasher.tokens
 
-    @property
-    def unconfirmed(self) -> bool:
-        """Is there a load of which it is not known yet whether it succeeded?"""
-        return bool(self._unconfirmed)
-
-    def local_tokens(self, request_id: str) -> int:
-        """The engine's own prefix hit of the request, as of the last ask."""
-        request = self._requests.get(request_id)
-        return 0 if request is None else request.local
-
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
         """Token ids after the known ones."""
         self._requests[request_id].hasher.extend(tokens)
 
-    def match(self, request_id: str, local_tokens: int, total_tokens: int, local_blocks: Sequence[Hashable] = ()) -> int | None:
+    def match(self, request_id: str, local_tokens: int, total_tokens: int) -> int | None:
         """How many tokens beyond `local_tokens`, the engine's own prefix hit, can be loaded? None: ask again. The last of `total_tokens`
-        must be computed, so it never counts. `local_blocks`: what the engine calls the blocks of the local hit, the same for the same
-        tokens."""
-        if self._unconfirmed and not self._unconfirmed.keys().isdisjoint(local_blocks):
-            return None
+        must be computed, so it never counts."""
         request = self._requests.get(request_id)
         if request is None or request.skip:
             return 0
@@ -268,9 +258,9 @@ class SchedulerHalf:
         self._drop_fetch(request)
         request.gave_up = True
 
-    def start(self, request_id: str, external_tokens: int, new_blocks: Sequence[Hashable] = ()) -> None:
-        """The engine has given blocks to the request and counts `external_tokens` beyond the local hit as loaded by this connector.
-        `new_blocks`: what the engine calls the blocks behind the local hit."""
+    def start(self, request_id: str, external_tokens: int, block_table: Callable[[], list[int]]) -> None:
+        """The engine has given blocks to the request. `external_tokens` beyond the local hit are to be loaded into them by the next steps,
+        and a plan's `loaded` will say when that is over; with 0 the request can be computed now. `block_table()` gives its blocks."""
         request = self._requests.get(request_id)
         if request is None or request.skip:
             return
@@ -291,11 +281,12 @@ class SchedulerHalf:
         if external_tokens <= 0:
             self._drop_fetch(request)
             return
+        assert request.fetch is not None
         end = request.local + external_tokens
-        request.load = (request.local, end)
-        request.new_blocks = new_blocks
-        self._unconfirmed.update(new_blocks)
         request.stored = (local_pages, -(-end // self._page))
+        request.load = _PendingLoad(request, request.fetch, request.reserved, block_table(), request.local, end)
+        request.fetch = None
+        self._loads.append(request.load)
 
     # ---- steps -------------------------------------------------------------------------------------------------------------------
 
@@ -305,10 +296,6 @@ class SchedulerHalf:
         request = self._requests.get(request_id)
         if request is None or request.skip:
             return
-        if request.load is not None:
-            self._plan_load(request, block_table())
-        if request.loading:
-            self._steps[self._plan.step].exposed.append(block_table())
         limit = final_tokens if self._save_decode else min(final_tokens, request.prompt_tokens)
         if limit >= (request.mark + 1) * self._page:
             self._plan.saves += self._plan_saves(request, limit // self._page, block_table())
@@ -316,30 +303,41 @@ class SchedulerHalf:
     def end_step(self) -> Plan:
         """The plan of this step; the next call of `scheduled` belongs to the next one."""
         plan = self._plan
+        self._plan_loads(plan)
         self._plan = Plan(plan.digest, plan.step + 1)
         return plan
 
-    def _plan_load(self, request: _Request, table: list[int]) -> None:
-        assert request.load is not None and request.fetch is not None
-        (start, end), fetch = request.load, request.fetch
-        first, last = start // self._page, -(-end // self._page)
-        first_block, last_block = start // self._block, -(-end // self._block)
-        load = Load(
-            request_id=request.id,
-            epoch=fetch.epoch,
-            generation=fetch.generation,
-            first_page=first,
-            slots=fetch.slots[first - request.fetch_first : last - request.fetch_first],
-            hashes=request.hasher.hashes[first:last],
-            first_token=start,
-            last_token=end,
-            first_block=first_block,
-            block_ids=table[first_block:last_block],
-        )
-        self._plan.loads.append(load)
-        self._steps[self._plan.step].loads.append(_PendingLoad(request, fetch, request.reserved, load, request.new_blocks))
-        request.load = request.fetch = None
-        request.loading += 1
+    def _plan_loads(self, plan: Plan) -> None:
+        room = self._load_step_pages
+        while self._loads and (room > 0 or self._loads[0].done):
+            pending = self._loads[0]
+            request = pending.request
+            if not pending.done:
+                first, last = pending.next_token // self._page, -(-pending.end_token // self._page)
+                last = min(last, first + room)
+                room -= last - first
+                end = min(last * self._page, pending.end_token)
+                first_block, last_block = pending.next_token // self._block, -(-end // self._block)
+                load = Load(
+                    request_id=request.id,
+                    epoch=pending.fetch.epoch,
+                    generation=pending.fetch.generation,
+                    first_page=first,
+                    slots=pending.fetch.slots[first - request.fetch_first : last - request.fetch_first],
+                    hashes=request.hasher.hashes[first:last],
+                    first_token=pending.next_token,
+                    last_token=end,
+                    first_block=first_block,
+                    block_ids=pending.table[first_block:last_block],
+                )
+                plan.loads.append(load)
+                self._steps[plan.step].loads.append(load)
+                pending.next_token = end
+                pending.done = end == pending.end_token
+            if pending.done:
+                self._loads.popleft()
+                plan.loaded.append(request.id)
+                self._steps[plan.step].ended.append(pending)
 
     def _plan_saves(self, request: _Request, last: int, table: list[int]) -> list[Save]:
         """Saves for the pages [mark, last) that are not stored yet, as far as there are slots; the mark moves behind what was planned."""
@@ -378,7 +376,6 @@ class SchedulerHalf:
                     first_page=first,
                     hashes=request.hasher.hashes[first : request.mark],
                     slots=granted.slots,
-                    prefix=table[:last_block],
                 )
             )
         return saves
@@ -390,7 +387,10 @@ class SchedulerHalf:
         if request is None or request.skip:
             return False
         self._drop_fetch(request)
-        if request.load is not None or request.loading or not request.started or not self._save_decode:
+        if request.load is not None:
+            request.load.done = True  # the next plan says so, and the engine frees the blocks
+            return False
+        if not request.started or not self._save_decode:
             return False
         if final_tokens < (request.mark + 1) * self._page:
             return False
@@ -403,27 +403,23 @@ class SchedulerHalf:
 
     # ---- reports -----------------------------------------------------------------------------------------------------------------
 
-    def output(self, report: Report | None, invalid_blocks: Iterable[int]) -> set[int]:
-        """A step was executed by all ranks. Commits what it saved, discards what must not be seen, ends the leases it read. Returns the
-        blocks whose content must not be found through the engine's own prefix cache either: everything from the first invalid block on of
-        every request that loaded in vain."""
-        invalid = set(invalid_blocks)
-        tainted = self._fail(invalid) if invalid else set()
+    def output(self, report: Report | None, invalid_blocks: Collection[int]) -> None:
+        """A step was executed by all ranks, and these blocks were not loaded. Commits what it saved, ends the leases it read last."""
         if report is None:
-            return tainted
+            return
         # Steps are executed in order: an older step without a report will get none, and nobody writes to its slots any more.
         for number in [n for n in self._steps if n <= report.step]:
             step = self._steps.pop(number)
-            for load in step.loads:
-                load.request.loading -= 1
-                self._end_lease(load.fetch, load.reserved)
-                self._unconfirmed -= Counter(load.names)
+            if invalid_blocks:
+                self._fail(step, invalid_blocks)
+            for pending in step.ended:
+                pending.request.load = None
+                self._end_lease(pending.fetch, pending.reserved)
             self._settle(step.saves, report.saved if number == report.step else {})
-        return tainted
 
     def _settle(self, saves: list[_PendingSave], saved: Mapping[int, int]) -> None:
         for save in saves:
-            if save.poisoned or saved.get(save.op, 0) < self._ranks:
+            if saved.get(save.op, 0) < self._ranks:
                 self.counters["discarded_pages"] += len(save.slots)
                 self._client.discard(save.generation, save.slots)
                 save.request.mark = min(save.request.mark, save.first_page)
@@ -434,33 +430,29 @@ class SchedulerHalf:
                 for page_hash in save.hashes:
                     self._failed.pop(page_hash, None)
 
-    def _fail(self, invalid: set[int]) -> set[int]:
-        """Remember the keys that failed, and poison every uncommitted save above a block that did not load."""
-        tainted: set[int] = set(invalid)
+    def _fail(self, step: _Step, invalid: Collection[int]) -> None:
+        """Remember the keys that failed, so that the request is not told to load them again, and load nothing behind them."""
         until = self._clock() + FAILED_KEY_S
-        for step in self._steps.values():
-            for pending in step.loads:
-                load, request = pending.load, pending.request
-                bad = next((i for i, block in enumerate(load.block_ids) if block in invalid), None)
-                if bad is None:
-                    continue
-                self.counters["failed_loads"] += 1
-                begin = max((load.first_block + bad) * self._block, load.first_token)
-                end = min((load.first_block + bad + 1) * self._block, load.last_token)
-                first, last = begin // self._page - load.first_page, -(-end // self._page) - load.first_page
-                suspects = load.hashes[first:last]
-                for page_hash in suspects:
-                    self._failed[page_hash] = until
-                    self._failed.move_to_end(page_hash)
-                while len(self._failed) > MAX_FAILED_KEYS:
-                    self._failed.popitem(last=False)
-                self._client.suspect(suspects)
-                page = begin // self._page
-                request.mark = min(request.mark, page)
-                request.stored = (request.stored[0], min(request.stored[1], page))
-            for save in step.saves:
-                if not save.poisoned and not invalid.isdisjoint(save.prefix):
-                    save.poisoned = True
-            for table in step.exposed:
-                tainted.update(table[next((i for i, block in enumerate(table) if block in invalid), len(table)) :])
-        return tainted
+        for load in step.loads:
+            bad = next((i for i, block in enumerate(load.block_ids) if block in invalid), None)
+            if bad is None:
+                continue
+            self.counters["failed_loads"] += 1
+            begin = max((load.first_block + bad) * self._block, load.first_token)
+            end = min((load.first_block + bad + 1) * self._block, load.last_token)
+            first, last = begin // self._page - load.first_page, -(-end // self._page) - load.first_page
+            suspects = load.hashes[first:last]
+            for page_hash in suspects:
+                self._failed[page_hash] = until
+                self._failed.move_to_end(page_hash)
+            while len(self._failed) > MAX_FAILED_KEYS:
+                self._failed.popitem(last=False)
+            self._client.suspect(suspects)
+            request = self._requests.get(load.request_id)
+            if request is None:
+                continue
+            page = begin // self._page
+            request.mark = min(request.mark, page)
+            request.stored = (request.stored[0], min(request.stored[1], page))
+            if request.load is not None:
+                request.load.done = True

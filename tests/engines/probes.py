@@ -94,12 +94,16 @@ def held(llm: Any) -> dict[str, int]:
     return {
         "requests": len(half._requests) + len(scheduler.connector._requests),
         "staged_bytes": half._staged_bytes,
-        "unconfirmed": len(half._unconfirmed),
-        "leases_to_end": sum(len(step.loads) for step in half._steps.values()),
+        "leases_to_end": len(half._loads) + sum(len(step.ended) for step in half._steps.values()),
         "saves_to_end": sum(len(step.saves) for step in half._steps.values()),
         "slots_taken": int(half._client.counters()["slots_taken"]),
         "blocks": scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1 - scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
     }
+
+
+def asynchronous(llm: Any) -> bool:
+    """Does the engine plan a step while the one before runs?"""
+    return bool(llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
 
 
 def client_counters(llm: Any) -> dict[str, int | float]:

@@ -71,6 +71,7 @@ def bench(folder: Path, environment: Mapping[str, str], **arguments: Any) -> Ite
     variables = {**INSECURE, **EXACT, **ONE_THREAD, "MOONCAKE_KV_TEST_FAULT": str(control), **environment}
     chunks = {"max_num_batched_tokens": 512}
     with Engine(generated_llama(TINY_LLAMA), folder / "log", settings=SETTINGS, environment=variables, **chunks, **arguments) as engine:
+        assert engine.call("tests.engines.probes:asynchronous") == (environment.get("MOONCAKE_KV_TEST_ASYNC") == "1")
         space = KVNamespace.decode(bytes.fromhex(engine.call("tests.engines.judge:namespace")))
         with PageReader(space, SETTINGS) as reader:
             made = Bench(engine, reader, control)
@@ -81,9 +82,10 @@ def bench(folder: Path, environment: Mapping[str, str], **arguments: Any) -> Ite
             yield made
 
 
-@pytest.fixture(scope="module")
-def two_ranks(module_runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with bench(tmp_path_factory.mktemp("two"), {}, tensor_parallel_size=2) as made:
+@pytest.fixture(scope="module", params=["", "1"], ids=["sync", "async"])
+def two_ranks(request: pytest.FixtureRequest, module_runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    environment = {"MOONCAKE_KV_TEST_ASYNC": request.param}
+    with bench(tmp_path_factory.mktemp("two"), environment, tensor_parallel_size=2) as made:
         yield made
 
 
@@ -98,10 +100,10 @@ def test_nothing_computed_on_a_failed_load_becomes_visible(two_ranks: Bench, kin
     assert (judged.pages, judged.missing, judged.different) == (2 * 10 + 2 * 4 * 3, 0, 0)
 
 
-@pytest.mark.parametrize(("what", "kind"), [("poison", "swap"), ("verify", "swap")])
+@pytest.mark.parametrize(("what", "kind"), [("report", "swap"), ("verify", "swap")])
 def test_a_connector_without_protection_is_caught(runtime_dir: Path, tmp_path: Path, what: str, kind: str) -> None:
-    """The test above sees the pages of a connector that commits what was computed on a failed load, or does not check what it loads."""
+    """The test above sees the pages of a connector that keeps failed loads to itself, or does not check what it loads."""
     with bench(tmp_path, {"MOONCAKE_KV_TEST_UNPROTECTED": what}, in_process=True) as made:
         failed = made.meet(kind, [0], 50)
-        assert (failed > 0) == (what == "poison")
+        assert (failed > 0) == (what == "report")
         assert made.judge().different > 0

@@ -24,6 +24,7 @@ from tests.engines.test_vllm_hits import INSECURE, random_ids
 from tests.models import TINY_LLAMA, generated_llama
 
 SETTINGS = {"dram_size": "256mb", "extent_size": "64mb", "fetch_timeout_ms": 10000}
+ASYNC = {"MOONCAKE_KV_TEST_ASYNC": "1"}
 
 
 class Bench:
@@ -54,6 +55,7 @@ def bench(folder: Path, environment: dict[str, str], settings: dict[str, object]
     variables = {**INSECURE, **EXACT, **ONE_THREAD, **environment}
     with Engine(model, log, settings=settings, environment=variables, in_process=True, **arguments) as engine:
         space = KVNamespace.decode(bytes.fromhex(engine.call("tests.engines.judge:namespace")))
+        assert engine.call("tests.engines.probes:asynchronous") == (environment == ASYNC)
         with PageReader(space, settings) as reader:
             yield Bench(engine, reader)
 
@@ -71,12 +73,12 @@ def again(requests: Sequence[Request]) -> list[Request]:
 # ---- room for few blocks, small chunks -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[32, 64])
+@pytest.fixture(scope="module", params=[(32, {}), (64, {}), (32, ASYNC)], ids=["32", "64", "32-async"])
 def cramped(request: pytest.FixtureRequest, module_runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Chunks of 96 tokens, which end in the middle of pages, and blocks for 1,536 tokens."""
-    block = request.param
+    block, environment = request.param
     room = {"block_size": block, "num_gpu_blocks_override": 1536 // block, "max_model_len": 1024}
-    with bench(tmp_path_factory.mktemp("cramped"), {}, max_num_batched_tokens=96, **room) as made:
+    with bench(tmp_path_factory.mktemp("cramped"), environment, max_num_batched_tokens=96, **room) as made:
         yield made
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from mooncake_kv.common.hashing import page_hashes
 from mooncake_kv.common.identity import KVNamespace
 from mooncake_kv.common.node.client import NodeClient
 from mooncake_kv.common.page import PageLayout
-from mooncake_kv.connectors.store import Report, SchedulerHalf, WorkerHalf
+from mooncake_kv.connectors.store import Plan, Report, SchedulerHalf, WorkerHalf
 from tests.node.scripted_peer import until
 
 PAGE, BLOCK, BLOCKS, LAYERS, HEADS, DIM, RANKS = 64, 32, 64, 3, 2, 32, 2
@@ -84,19 +84,36 @@ class Rig:
         return found[0]
 
     def run(self, name: str, tokens: list[int], table: list[int], external: int, lazy_rank: int = -1) -> set[int]:
-        """One step: load, compute the rest of the prompt, save (not on `lazy_rank`). Returns the invalid blocks."""
-        self.half.start(name, external)
+        """Load, then compute the rest of the prompt and save (not on `lazy_rank`). Returns the invalid blocks."""
+        self.half.start(name, external, lambda: table)
+        invalid = self.load(name) if external else set()
         self.half.scheduled(name, len(tokens), lambda: table)
         plan = self.half.end_step()
-        merged, invalid = Report(plan.step), set()
+        merged = Report(plan.step)
         for rank in self.ranks:
             report = Report(plan.step)
-            invalid |= rank.half.load(plan, report)
             rank.compute(tokens, table, external, len(tokens))
             if rank.number != lazy_rank:
                 rank.half.save(plan, report)
             merged.merge(report)
-        self.half.output(merged, invalid)
+        self.half.output(merged, ())
+        return invalid
+
+    def load(self, name: str, before: Callable[[Plan], None] = lambda plan: None) -> set[int]:
+        """Steps until the load has ended, `before` them something else. Returns the invalid blocks."""
+        invalid: set[int] = set()
+        loaded: list[str] = []
+        while name not in loaded:
+            plan = self.half.end_step()
+            before(plan)
+            merged, failed = Report(plan.step), set()
+            for rank in self.ranks:
+                report = Report(plan.step)
+                failed |= rank.half.load(plan, report)
+                merged.merge(report)
+            self.half.output(merged, failed)
+            invalid |= failed
+            loaded += plan.loaded
         return invalid
 
     def stored(self, tokens: list[int]) -> int:
@@ -135,6 +152,44 @@ def test_what_two_ranks_saved_comes_back_in_other_blocks(rig: Rig) -> None:
     assert rig.half.counters["loaded_tokens"] == 256
 
 
+def test_a_large_load_takes_several_steps(rig: Rig) -> None:
+    tokens = prompt(300, 6)
+    rig.ask("a", tokens)
+    rig.run("a", tokens, list(range(10)), 0)
+    until(lambda: rig.stored(tokens) == 4)
+    rig.half._load_step_pages = 3
+    plans: list[Plan] = []
+    for name, table in (("b", list(range(20, 30))), ("c", list(range(40, 50)))):
+        assert rig.ask(name, tokens) == 256
+        rig.half.start(name, 256, lambda table=table: table)  # type: ignore[misc]
+    assert rig.load("c", plans.append) == set()
+    assert [[len(load.slots) for load in plan.loads] for plan in plans] == [[3], [1, 2], [2]]
+    assert [plan.loaded for plan in plans] == [[], ["b"], ["c"]]
+    for rank in rig.ranks:
+        for table in (list(range(20, 30)), list(range(40, 50))):
+            assert np.array_equal(rank.rows(table, 256), rank.rows(list(range(10)), 256))
+
+
+def test_an_abort_ends_a_load_with_the_next_step(rig: Rig) -> None:
+    tokens = prompt(300, 7)
+    rig.ask("a", tokens)
+    rig.run("a", tokens, list(range(10)), 0)
+    until(lambda: rig.stored(tokens) == 4)
+    rig.half._load_step_pages = 1
+    assert rig.ask("b", tokens) == 256
+    rig.half.start("b", 256, lambda: list(range(20, 30)))
+    plans: list[Plan] = []
+
+    def abort(plan: Plan) -> None:
+        plans.append(plan)
+        if len(plans) == 2:
+            assert not rig.half.finish("b", 256, list(range(20, 30)))
+
+    rig.load("b", abort)
+    assert [len(plan.loads) for plan in plans] == [1, 1, 0]
+    assert rig.half._staged_bytes == 0
+
+
 def test_a_page_that_one_rank_did_not_copy_is_never_seen(rig: Rig) -> None:
     tokens = prompt(200, 2)
     rig.ask("a", tokens)
@@ -162,24 +217,18 @@ def test_a_flipped_bit_ends_the_load_where_it_is_checked(rig: Rig, verify: bool)
     assert rig.ask("b", tokens) == 256
     for rank in rig.ranks:
         rank.half._verify = verify
-    rig.half.start("b", 256)
-    rig.half.scheduled("b", len(tokens), lambda: list(range(20, 30)))
-    plan = rig.half.end_step()
-    load = plan.loads[0]
-    arena = rig.clients[1].arena()
-    assert arena is not None
-    with arena.pin(load.epoch, load.generation) as pinned:
-        assert pinned is not None
-        page = pinned.slot(load.slots[2])
-        assert page is not None
-        page[100] ^= 4
-    invalid: set[int] = set()
-    merged = Report(plan.step)
-    for rank in rig.ranks:
-        report = Report(plan.step)
-        invalid |= rank.half.load(plan, report)
-        merged.merge(report)
-    rig.half.output(merged, invalid)
+    rig.half.start("b", 256, lambda: list(range(20, 30)))
+
+    def flip(plan: Plan) -> None:
+        load, arena = plan.loads[0], rig.clients[1].arena()
+        assert arena is not None
+        with arena.pin(load.epoch, load.generation) as pinned:
+            assert pinned is not None
+            page = pinned.slot(load.slots[2])
+            assert page is not None
+            page[100] ^= 4
+
+    invalid = rig.load("b", flip)
     if verify:
         assert invalid == {24, 25, 26, 27}, "the blocks of pages 2 and 3"
         until(lambda: rig.stored(tokens) == 2)
@@ -193,19 +242,13 @@ def test_a_killed_node_costs_a_miss_and_comes_back_empty(rig: Rig) -> None:
     rig.run("a", tokens, list(range(10)), 0)
     until(lambda: rig.stored(tokens) == 4)
     assert rig.ask("b", tokens) == 256
-    rig.half.start("b", 256)
-    rig.half.scheduled("b", len(tokens), lambda: list(range(20, 30)))
-    plan = rig.half.end_step()
-    os.kill(rig.clients[0].node_pid, signal.SIGKILL)
-    until(lambda: not any(client.epoch == plan.loads[0].epoch for client in rig.clients))
-    invalid, merged = set(), Report(plan.step)
-    for rank in rig.ranks:
-        report = Report(plan.step)
-        invalid |= rank.half.load(plan, report)
-        rank.half.save(plan, report)
-        merged.merge(report)
-    assert invalid == set(range(20, 28)), "a slot of a lost node is not read"
-    rig.half.output(merged, invalid)
+    rig.half.start("b", 256, lambda: list(range(20, 30)))
+
+    def kill(plan: Plan) -> None:
+        os.kill(rig.clients[0].node_pid, signal.SIGKILL)
+        until(lambda: not any(client.epoch == plan.loads[0].epoch for client in rig.clients))
+
+    assert rig.load("b", kill) == set(range(20, 28)), "a slot of a lost node is not read"
     rig.settle()
     tokens = prompt(300, 5)
     assert rig.ask("c", tokens) == 0

@@ -46,6 +46,7 @@ VALUES: dict[str, tuple[Any, str, Any]] = {
     "save_decode": (False, "no", False),
     "layers_per_group": (8, "8", 8),
     "staging_window": ("1.5gb", "1.5g", 3 << 29),
+    "load_step_bytes": ("64mb", "64MiB", 64 << 20),
     "credits": ("256m", "256 MiB", 256 << 20),
     "master_server_address": ("10.0.0.1:50051", "10.0.0.1:50051", "10.0.0.1:50051"),
     "metadata_server": ("http://m:8080/metadata", "http://m:8080/metadata", "http://m:8080/metadata"),

@@ -69,15 +69,6 @@ def test_one_flag_is_enough(parse: Parse) -> None:
     assert transfer_of(parse("--kv-connector", "mooncake")).kv_connector_extra_config == {}
 
 
-def test_asynchronous_scheduling_is_off_unless_asked_for(parse: Parse) -> None:
-    def scheduling(*words: str) -> bool | None:
-        return EngineArgs.from_cli_args(parse(*words)).async_scheduling
-
-    assert scheduling("--kv-connector", "mooncake") is False
-    assert scheduling("--kv-connector", "mooncake", "--async-scheduling") is True
-    assert scheduling() is None
-
-
 def test_without_flags_nothing_changes(parse: Parse) -> None:
     args = parse()
     assert EngineArgs.from_cli_args(args).kv_transfer_config is None

@@ -31,7 +31,7 @@ class Slots(NamedTuple):
     slots: list[int]
 
 
-@dataclass
+@dataclass(eq=False)
 class SimulatedFetch:
     slots: list[int]
     done: bool = False
@@ -126,6 +126,7 @@ class SimulatedRequest:
     flying: list[int] = field(default_factory=list)  # tokens sampled in steps whose output the scheduler does not know yet
     stale: int = 0  # steps in flight whose output does not count, because the request was preempted or failed
     in_flight: int = 0
+    loading: str = ""  # "": no; "under way"; "ended": loaded before it is scheduled, blocks in hand
 
     @property
     def placeholders(self) -> int:
@@ -151,6 +152,7 @@ class SimulatedEngine:
             self.node,  # type: ignore[arg-type]
             "digest",
             page_tokens=PAGE, block_tokens=self.block, ranks=self.ranks, slot_bytes=1, save_decode=rng.random() < 0.8,
+            load_step_bytes=rng.choice([1, 3, 100]),
         )  # fmt: skip
         self.memory: list[dict[tuple[int, int], int]] = [{} for _ in range(self.ranks)]
         self.free_blocks = list(range(160 // self.block))
@@ -238,20 +240,34 @@ class SimulatedEngine:
         while self.waiting and budget > 0 and asked < 8 and len(self.running) < 5:
             request = self.waiting[0]
             asked += 1
-            if request.stale:
+            if request.stale or request.loading == "under way":
                 self.waiting.rotate(-1)
                 continue
+            if request.loading == "ended":
+                request.loading = ""
+                if request.computed:
+                    self.cache_blocks(request, request.computed)
+                    count = min(budget, len(request.tokens) - request.computed)
+                    if not self.allocate(request, request.computed + count):
+                        request.loading = "ended"
+                        break
+                    self.waiting.popleft()
+                    self.half.start(request.id, 0, lambda: pytest.fail("nothing to load"))
+                    self.running.append(request)
+                    scheduled[request] = (request.computed, count)
+                    budget -= count
+                    continue
+                self.free(request)
             blind = self.half.blind_ask(request.id)
             hit = [] if blind else self.local_hit(request)
             local = len(hit) * self.block
-            names = [tuple(request.tokens[: (i + 1) * self.block]) for i in range(len(request.tokens) // self.block)]
-            external = self.half.match(request.id, local, len(request.tokens), names[: len(hit)])
+            external = self.half.match(request.id, local, len(request.tokens))
             if external is None:
                 self.waiting.rotate(-1)
                 continue
             assert not blind
             have = local + external
-            count = min(budget, len(request.tokens) - have)
+            count = 0 if external else min(budget, len(request.tokens) - have)
             request.blocks = list(hit)
             for block in hit:
                 if not self.users.get(block):
@@ -260,9 +276,13 @@ class SimulatedEngine:
             if not self.allocate(request, have + count):
                 self.free(request)
                 break
-            self.waiting.popleft()
-            self.half.start(request.id, external, names[len(hit) :])
+            self.half.start(request.id, external, lambda r=request: list(r.blocks))
             request.computed = have
+            if external:
+                request.loading = "under way"
+                self.waiting.rotate(-1)
+                continue
+            self.waiting.popleft()
             self.cache_blocks(request, have + count)
             self.running.append(request)
             scheduled[request] = (have, count)
@@ -334,25 +354,11 @@ class SimulatedEngine:
     def process(self) -> None:
         step = self.steps.popleft()
         invalid = step.result["invalid"]
-        failed: set[SimulatedRequest] = set()
-        marked: set[int] = set()
-        for request in self.running if invalid else ():
-            before = request.computed - step.scheduled.get(request, (0, 0))[1]
-            own = False
-            for i, block in zip(range(-(-before // self.block)), request.blocks, strict=False):
-                if block not in invalid:
-                    continue
-                failed.add(request)
-                if block in marked or own:
-                    continue
-                marked.add(block)
-                own = True
-                request.computed = i * self.block
-            if request in failed and not own:
-                request.computed = before
-        for request in failed:
-            request.flying.clear()
-            request.stale = request.in_flight
+        loading = [r for r in [*self.waiting, *self.held.values()] if r.loading == "under way"]
+        for request in loading:
+            blocks = request.blocks[: -(-request.computed // self.block)]
+            if (bad := next((i for i, block in enumerate(blocks) if block in invalid), None)) is not None:
+                request.computed = bad * self.block
         for request in step.scheduled:
             request.in_flight -= 1
             if request.stale:
@@ -365,10 +371,11 @@ class SimulatedEngine:
             request.tokens.append(request.flying.pop(0))
             if len(request.tokens) - request.prompt >= request.max_tokens:
                 self.finish(request)
-        tainted = self.half.output(step.result["report"], invalid)
-        for prefix in [p for p, b in self.cached.items() if b in tainted]:
-            del self.cached[prefix]
-        for name in step.plan.finished:
+        self.half.output(step.result["report"], invalid)
+        for request in loading:
+            if request.id in step.plan.loaded:
+                request.loading = "ended"
+        for name in [*step.plan.finished, *(r.id for r in loading if r.id in step.plan.loaded and r.id in self.held)]:
             self.free(self.held.pop(name))
 
     def finish(self, request: SimulatedRequest) -> None:
@@ -377,7 +384,7 @@ class SimulatedEngine:
         known = self.half.known_tokens(request.id)
         if 0 <= known < final:
             self.half.extend(request.id, request.tokens[known:final])
-        if self.half.finish(request.id, final, list(request.blocks)):
+        if self.half.finish(request.id, final, list(request.blocks)) or request.loading == "under way":
             self.held[request.id] = request
         else:
             self.free(request)
@@ -390,6 +397,8 @@ class SimulatedEngine:
                 self.preempt()
             if self.running and self.rng.random() < 0.04:
                 self.finish(self.rng.choice(self.running))  # abort
+            if self.waiting and self.rng.random() < 0.02:
+                self.finish(self.rng.choice(self.waiting))
             self.node.tick()
             self.schedule()
             while len(self.steps) > self.ahead:

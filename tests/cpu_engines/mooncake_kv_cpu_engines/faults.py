@@ -5,7 +5,7 @@
 checksum), `drop` (the page is gone), `error` (the copy raises). The page hit is the middle one of the load. A node killed or an extent
 unmapped in between looks the same to the worker, but cannot be timed to the microsecond; hence this stand-in.
 
-`MOONCAKE_KV_TEST_UNPROTECTED=poison` or `verify`: a connector that commits what was computed on a failed load, or one that does not check
+`MOONCAKE_KV_TEST_UNPROTECTED=report` or `verify`: a connector that does not tell the engine that a load failed, or one that does not check
 pages when it loads them. For the proof that the tests of faults would catch either.
 """
 
@@ -62,18 +62,16 @@ def install(rank: int) -> None:
 
 def unprotect(what: str) -> None:
     """Take one protection away from the connector in this process."""
-    from mooncake_kv.connectors.store.scheduler import SchedulerHalf
     from mooncake_kv.connectors.store.worker import WorkerHalf
 
-    if what == "poison":
-        settle = SchedulerHalf._settle
+    if what == "report":
+        failing = WorkerHalf.load
 
-        def _settle(self: Any, saves: Any, saved: Any) -> None:
-            for save in saves:
-                save.poisoned = False
-            settle(self, saves, saved)
+        def silent(self: Any, plan: Any, report: Any) -> set[int]:
+            failing(self, plan, report)
+            return set()
 
-        SchedulerHalf._settle = _settle  # type: ignore[method-assign]
+        WorkerHalf.load = silent  # type: ignore[method-assign]
     elif what == "verify":
         load = WorkerHalf._load
 
@@ -83,4 +81,4 @@ def unprotect(what: str) -> None:
 
         WorkerHalf._load = _load  # type: ignore[method-assign]
     else:
-        raise ValueError(f"{UNPROTECTED}={what!r}: 'poison' or 'verify'")
+        raise ValueError(f"{UNPROTECTED}={what!r}: 'report' or 'verify'")
