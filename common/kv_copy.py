@@ -17,12 +17,13 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import kv_amx
 from .errors import UnsupportedError
 from .page import PageLayout, Piece
 
@@ -31,6 +32,9 @@ PARALLEL_BYTES = 1 << 20
 # Layers are taken a few at a time, so that what one assignment reads and writes stays in the L2 cache while it walks across both in an
 # order that suits only one of them (up to 1.25 times as fast), and so that several threads end together.
 WORK_BYTES = 1 << 19
+
+# With fewer pages than this for each thread, pages are split among threads.
+PAGES_PER_THREAD = 4
 
 SLICE = slice(None)
 
@@ -59,6 +63,15 @@ class Run(NamedTuple):
     tokens: int
 
 
+class Part(NamedTuple):
+    """What one thread copies at a time: runs of one page in some regions. `first`: the page is checked with it."""
+
+    page: int
+    runs: list[Run]
+    regions: list[Region]
+    first: bool
+
+
 class Region(NamedTuple):
     """Some layers of a plane, and the same elements in a page.
 
@@ -77,10 +90,20 @@ class PagedKVView:
     """One rank's KV tensors of an engine, as planes. See kv_views for the layouts.
 
     `block_size` is in tokens, `token_slots` the number of tokens that the tensors hold; a token slot is
-    `block id * block_size + offset in the block`. MLA counts as one head of the latent plus RoPE dims.
+    `block id * block_size + offset in the block`. MLA counts as one head of the latent plus RoPE dims. `tiles`: the same tensors, for
+    compiled copies.
     """
 
-    def __init__(self, planes: Sequence[Plane], owners: Sequence[object], *, head_dim: int, item_bytes: int, mla: bool = False) -> None:
+    def __init__(
+        self,
+        planes: Sequence[Plane],
+        owners: Sequence[object],
+        *,
+        head_dim: int,
+        item_bytes: int,
+        mla: bool = False,
+        tiles: kv_amx.Tiles | None = None,
+    ) -> None:
         self.mla = mla
         self.head_dim = head_dim
         self.item_bytes = item_bytes
@@ -96,6 +119,7 @@ class PagedKVView:
             self._run_limit = self.token_slots
             self._planes = [plane._replace(array=_flatten_blocks(plane.array)) for plane in planes]
         self._owners = list(owners)
+        self._tiles = tiles
 
     def bind(self, layout: PageLayout, first_layer: int, first_head: int, *, threads: int = 1) -> BoundView:
         """Prepare copies for pages of `layout`. This rank holds layers [first_layer, first_layer + num_layers) of the model and its KV
@@ -113,7 +137,8 @@ class PagedKVView:
             if ours != theirs:
                 raise UnsupportedError(f"the engine's KV tensors have {name} {ours}, the namespace has {theirs}")
         regions = list(self._regions(layout, first_layer, first_head))
-        return BoundView(self, layout, regions, self._run_limit, threads)
+        compiled = self._tiles.bind(layout, first_layer, first_head, self.num_heads) if self._tiles is not None else None
+        return BoundView(self, layout, regions, self._run_limit, threads, compiled)
 
     def _regions(self, layout: PageLayout, first_layer: int, first_head: int) -> Iterator[Region]:
         # The page format is asked where things lie, on a slot that is never touched.
@@ -147,7 +172,15 @@ class BoundView:
     which cannot be abandoned half-way; hence no deadline.
     """
 
-    def __init__(self, view: PagedKVView, layout: PageLayout, regions: list[Region], block_size: int, threads: int) -> None:
+    def __init__(
+        self,
+        view: PagedKVView,
+        layout: PageLayout,
+        regions: list[Region],
+        block_size: int,
+        threads: int,
+        compiled: Callable[[Run, np.ndarray, bool], bool] | None = None,
+    ) -> None:
         self.view = view
         self.layout = layout
         self._regions = regions
@@ -155,6 +188,7 @@ class BoundView:
         # array[:, 0, 0] is one token of the region, or one tile.
         self._token_bytes = sum(math.prod(r.array[:, 0, 0].shape) * r.dtype.itemsize // r.tile for r in regions)
         self._threads = threads
+        self._compiled = compiled
         self._pool = ThreadPoolExecutor(threads - 1, "mooncake-kv-copy", _spread) if threads > 1 else None
 
     def gather(self, token_slots: np.ndarray, first_token: int, pages: Sequence[np.ndarray]) -> None:
@@ -163,18 +197,28 @@ class BoundView:
         Token i of the range is position `first_token + i` of the sequence and lies at `token_slots[i]` (int64) in the engine; `pages[j]`
         is the slot (uint8, layout.slot_bytes) of page `first_token // page_tokens + j`. Raises ValueError if slots or pages do not fit.
         """
-        self._copy(token_slots, first_token, pages, False)
+        self._copy(token_slots, first_token, pages, False, None)
 
-    def scatter(self, token_slots: np.ndarray, first_token: int, pages: Sequence[np.ndarray]) -> None:
-        """Copy pages -> engine, for the same arguments as `gather`."""
-        self._copy(token_slots, first_token, pages, True)
+    def scatter(
+        self,
+        token_slots: np.ndarray,
+        first_token: int,
+        pages: Sequence[np.ndarray],
+        check: Callable[[int], bool] | None = None,
+    ) -> int:
+        """Copy pages -> engine, for the same arguments as `gather`. `check(j)` says whether pages[j] is good; it is called on any of the
+        threads, for a page that is about to be copied and so is in the cache. Returns how many leading pages are good. The token slots of
+        all others hold anything afterwards."""
+        return self._copy(token_slots, first_token, pages, True, check)
 
     def close(self) -> None:
         """End the pool's threads. The view must not be used afterwards."""
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _copy(self, token_slots: np.ndarray, first_token: int, pages: Sequence[np.ndarray], to_engine: bool) -> None:
+    def _copy(
+        self, token_slots: np.ndarray, first_token: int, pages: Sequence[np.ndarray], to_engine: bool, check: Callable[[int], bool] | None
+    ) -> int:
         slots = np.asarray(token_slots, np.int64)
         runs = find_runs(slots, first_token, self.layout.namespace.page_tokens, self._block_size)
         if first_token < 0:
@@ -183,23 +227,68 @@ class BoundView:
         if touched != len(pages):
             raise ValueError(f"tokens [{first_token}, {first_token + len(slots)}) lie in {touched} pages, not in {len(pages)}")
         if not runs:
-            return
+            return 0
         if slots.min() < 0 or slots.max() >= self.view.token_slots:
             raise ValueError(f"token slots {slots.min()} to {slots.max()} are not all within the engine's {self.view.token_slots}")
         for page in pages:
             if page.dtype != np.uint8 or page.shape != (self.layout.slot_bytes,) or not page.flags.c_contiguous:
                 raise ValueError(f"a slot is {self.layout.slot_bytes} contiguous uint8, not {page.dtype} of shape {page.shape}")
-        work = list(self._work(runs, pages))
-        if self._pool is None or len(slots) * self._token_bytes < PARALLEL_BYTES:
-            for item in work:
-                _copy_run(*item, to_engine)
-            return
-        # next() on one shared count is atomic under the GIL: each item is taken once, and a thread that was held up takes fewer.
+        bad: list[int] = []
+
+        def copy(part: Part) -> None:
+            page = part.page
+            if bad and page > min(bad):
+                return
+            if check is not None and part.first and not check(page):
+                bad.append(page)
+                return
+            self._copy_part(part, pages[page], to_engine)
+
+        parallel = self._pool is not None and len(slots) * self._token_bytes >= PARALLEL_BYTES
+        # A page that is checked is copied by one thread at once; few pages leave threads without work, so they are checked before.
+        whole = not parallel or len(pages) >= PAGES_PER_THREAD * self._threads
+        if check is not None and not whole:
+            good = next((i for i in range(len(pages)) if not check(i)), len(pages))
+            runs, check = [run for run in runs if run.page < good], None
+        else:
+            good = len(pages)
+        parts = list(self._parts(runs, whole))
+        if parallel:
+            self._share(parts, copy)
+        else:
+            for part in parts:
+                copy(part)
+        return min(bad, default=good)
+
+    def _parts(self, runs: list[Run], whole: bool) -> Iterator[Part]:
+        for page, group in itertools.groupby(runs, lambda run: run.page):
+            of_page = list(group)
+            if whole:
+                yield Part(page, of_page, self._regions, True)
+            elif self._compiled is not None:
+                yield from (Part(page, [run], self._regions, False) for run in of_page)
+            else:
+                yield from (Part(page, of_page, [region], False) for region in self._regions)
+
+    def _copy_part(self, part: Part, page: np.ndarray, to_engine: bool) -> None:
+        runs = part.runs
+        if self._compiled is not None:
+            runs = [run for run in runs if not self._compiled(run, page, to_engine)]
+        if runs:
+            for region in part.regions:
+                view = _page_view(region, page)
+                for run in runs:
+                    _copy_run(region, view, run, to_engine)
+
+    def _share(self, parts: list[Part], copy: Callable[[Part], None]) -> None:
+        """Do all parts on all threads."""
+        assert self._pool is not None
+        # next() on one shared count is atomic under the GIL: each part is taken once, and a thread that was held up takes fewer.
         turn = itertools.count()
 
         def drain() -> None:
-            while (i := next(turn)) < len(work):
-                _copy_run(*work[i], to_engine)
+            while (i := next(turn)) < len(parts):
+                copy(parts[i])
 
         helpers = [self._pool.submit(drain) for _ in range(self._threads - 1)]
         try:
@@ -207,16 +296,6 @@ class BoundView:
         finally:
             for helper in helpers:
                 helper.result()
-
-    def _work(self, runs: list[Run], pages: Sequence[np.ndarray]) -> Iterator[tuple[Region, Any, Run]]:
-        page = -1
-        views: list[tuple[Region, Any]] = []
-        for run in runs:
-            if run.page != page:
-                page = run.page
-                views = [(region, _page_view(region, pages[page])) for region in self._regions]
-            for region, view in views:
-                yield region, view, run
 
 
 def find_runs(slots: np.ndarray, first_token: int, page_tokens: int, block_size: int) -> list[Run]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from . import kv_amx
 from .errors import UnsupportedError
 from .kv_copy import BoundView, PagedKVView, Plane, stack_layers
 
@@ -58,7 +59,12 @@ def vllm_cpu(kv_caches: Sequence[Any], block_size: int, isa: str) -> PagedKVView
         k = k.view(np.uint32).reshape(layers, blocks, heads, tokens // AMX_ROWS, dim // 2, AMX_ROWS).transpose(0, 1, 3, 5, 2, 4)
         v = v.reshape(layers, blocks, heads, dim // AMX_ROWS, tokens // 2, AMX_ROWS, 2).transpose(0, 1, 4, 6, 2, 3, 5)
         planes += [Plane(0, first_layer, k, AMX_ROWS), Plane(1, first_layer, v, 2)]
-    return PagedKVView(planes, kv_caches, head_dim=dim, item_bytes=item)
+    tiles = None
+    if isa == "amx":
+        addresses = [array[layer].ctypes.data for _, array in stacks for layer in range(len(array))]
+        _, block_bytes, head_bytes, _, _ = stacks[0][1].strides
+        tiles = kv_amx.Tiles(addresses, block_bytes, head_bytes, dim, tokens)
+    return PagedKVView(planes, kv_caches, head_dim=dim, item_bytes=item, tiles=tiles)
 
 
 def vllm_gpu(kv_caches: Sequence[Any], block_size: int, *, mla: bool = False) -> PagedKVView:

@@ -99,15 +99,20 @@ class WorkerHalf:
             if pinned is None:
                 return 0
             pages: list[np.ndarray] = []
-            for slot, page_hash in zip(load.slots, load.hashes, strict=True):
+            for slot in load.slots:
                 page = pinned.slot(slot)
-                if page is None or (self._verify and not self._layout.verify(page, page_hash, digest)):
+                if page is None:
                     break
                 pages.append(page)
             end = min((load.first_page + len(pages)) * self._page, load.last_token)
-            if end > load.first_token:
-                self._view.scatter(self._token_slots(load, load.first_token, end), load.first_token, pages)
-            return len(pages)
+            if end <= load.first_token:
+                return 0
+
+            def check(i: int) -> bool:
+                return self._layout.verify(pages[i], load.hashes[i], digest)
+
+            slots = self._token_slots(load, load.first_token, end)
+            return self._view.scatter(slots, load.first_token, pages, check if self._verify else None)
 
     def _save(self, save: Save) -> bool:
         arena = self._client.arena()
