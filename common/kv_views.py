@@ -60,9 +60,9 @@ def vllm_cpu(kv_caches: Sequence[Any], block_size: int, isa: str) -> PagedKVView
         v = v.reshape(layers, blocks, heads, dim // AMX_ROWS, tokens // 2, AMX_ROWS, 2).transpose(0, 1, 4, 6, 2, 3, 5)
         planes += [Plane(0, first_layer, k, AMX_ROWS), Plane(1, first_layer, v, 2)]
     tiles = None
-    if isa == "amx":
+    if isa == "amx" and len({array.strides[1:] for _, array in stacks}) == 1:
         addresses = [array[layer].ctypes.data for _, array in stacks for layer in range(len(array))]
-        _, block_bytes, head_bytes, _, _ = stacks[0][1].strides
+        block_bytes, head_bytes = stacks[0][1].strides[1:3]
         tiles = kv_amx.Tiles(addresses, block_bytes, head_bytes, dim, tokens)
     return PagedKVView(planes, kv_caches, head_dim=dim, item_bytes=item, tiles=tiles)
 
