@@ -127,9 +127,14 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
                 slot_bytes=self._layout.slot_bytes,
                 window_bytes=self.config.staging_window,
                 save_decode=self.config.save_decode,
+                checked_on_load=self._verifies(current_platform.is_cpu()),
                 load_step_bytes=self.config.load_step_bytes or (CPU_LOAD_STEP if current_platform.is_cpu() else GPU_LOAD_STEP),
             )
             logger.info("mooncake-kv serves namespace %s (node %r)", self._namespace.digest(self.config.pool_secret), self.config.node)
+
+    def _verifies(self, on_cpu: bool) -> bool:
+        """Does each worker check the pages that it loads? On a CPU that is free: what is checked is in the cache when it is copied."""
+        return on_cpu if self.config.verify_on_load == "auto" else self.config.verify_on_load == "true"
 
     def _credits(self) -> int:
         """Slots kept ahead: what two steps can fill, so that a step never waits for the node to grant."""
@@ -249,7 +254,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._layout,
             block_tokens=self._vllm_config.cache_config.block_size,
             writes=rank.writes,
-            verify=on_cpu if self.config.verify_on_load == "auto" else self.config.verify_on_load == "true",
+            verify=self._verifies(on_cpu),
         )
 
     @timed

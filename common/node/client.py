@@ -156,13 +156,13 @@ class NodeClient:
             self._thread.join(timeout_s)
         self.reason = "the client was closed"
 
-    def fetch(self, hashes: Sequence[bytes], limit_bytes: int = 0) -> Fetch | None:
+    def fetch(self, hashes: Sequence[bytes], limit_bytes: int = 0, *, check: bool = True) -> Fetch | None:
         """Ask for staging of the leading run of these pages; at most `limit_bytes` of them (0: no limit). None is a miss at once. Every
-        Fetch must be given to `release`."""
+        Fetch must be given to `release`. Without `check` the node does not verify pages that it has in DRAM: their reader must."""
         link = self._link
         handle = Fetch(next(self._numbers), link.epoch, link.generation, self._timeout_s)
         joined = _join(hashes)
-        message = protocol.Fetch(request=handle.request, hashes=joined, limit_bytes=limit_bytes)
+        message = protocol.Fetch(request=handle.request, hashes=joined, limit_bytes=limit_bytes, check=check)
         return handle if self._ask(link, handle, message, len(joined)) else None
 
     def release(self, fetch: Fetch) -> None:

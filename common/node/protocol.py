@@ -80,11 +80,13 @@ class Want(Message, tag=True):
 
 
 class Fetch(Message, tag=True):
-    """Stage the leading run of these pages: take leases, verify, report with `Staged`. At most `limit_bytes` are leased (0: no limit)."""
+    """Stage the leading run of these pages: take leases, verify, report with `Staged`. At most `limit_bytes` are leased (0: no limit).
+    Without `check` pages in DRAM are not verified, because whoever reads them does."""
 
     request: int
     hashes: bytes
     limit_bytes: int = 0
+    check: bool = True
 
 
 class Release(Message, tag=True):

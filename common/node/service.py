@@ -224,7 +224,7 @@ class Service:
 
     def _fetch(self, session: Session, message: protocol.Fetch) -> None:
         _check_hashes(message.hashes)
-        self._stager.fetch(session, message.request, message.hashes, message.limit_bytes)
+        self._stager.fetch(session, message.request, message.hashes, message.limit_bytes, message.check)
 
     def _release(self, session: Session, message: protocol.Release) -> None:
         self._stager.release(session, message.request)

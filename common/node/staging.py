@@ -1,8 +1,8 @@
 """Checking and sealing of pages, which the helper process does.
 
 Promises:
-- A page is reported as staged only after its trailers matched while it was leased; pages are reported in order and at most once. One that
-  does not match is dropped at once, counted, and ends the run.
+- A page is reported as staged only after its trailers matched while it was leased, unless the fetch says that its reader checks it; pages
+  are reported in order and at most once. One that does not match is dropped at once, counted, and ends the run.
 - A page becomes visible only after it was sealed, and not at all if its namespace was dropped or its extent drained in between.
 - While the helper works on a slot, a lease or a pin of its own keeps the slot where it is, whatever clients do.
 - Fetches take turns: each has at most BATCHES_IN_FLIGHT batches of BATCH_BYTES in the queue.
@@ -41,12 +41,14 @@ class Batch:
 
 
 class Run:
-    """One fetch: leased pages, of which the first `staged` are reported. `asked` is how many pages were asked for."""
+    """One fetch: leased pages, of which the first `staged` are reported. `asked` is how many pages were asked for, `check` whether they
+    are verified."""
 
-    def __init__(self, request: int, asked: int, entries: list[Entry]) -> None:
+    def __init__(self, request: int, asked: int, entries: list[Entry], check: bool) -> None:
         self.request = request
         self.asked = asked
         self.entries = entries
+        self.check = check
         self.staged = 0
         self.submitted = 0
         self.batches: deque[Batch] = deque()
@@ -61,12 +63,12 @@ class Stager:
         self._link = link
         self._counters = counters
 
-    def fetch(self, session: Session, request: int, hashes: bytes, limit: int) -> None:
+    def fetch(self, session: Session, request: int, hashes: bytes, limit: int, check: bool) -> None:
         if request in session.runs:
             raise ProtocolError(f"request {request} is already a fetch of this connection")
         engine = session.engine
         entries = self._index.lease_run(engine.space, hashes, engine.usable, limit)
-        run = Run(request, len(hashes) // HASH_BYTES, entries)
+        run = Run(request, len(hashes) // HASH_BYTES, entries, check)
         session.chains.expect(hashes, len(entries))
         self._counters.fetches += 1
         self._counters.pages_asked += run.asked
@@ -116,7 +118,8 @@ class Stager:
             run.submitted = end
             part = run.entries[start:end]
             # Verified while another fetch holds a lease: nothing may have changed since.
-            batch = Batch(start, end, end - start if all(entry.verified for entry in part) else None)
+            known = not run.check or all(entry.verified for entry in part)
+            batch = Batch(start, end, end - start if known else None)
             run.batches.append(batch)
             if batch.good is None:
                 self._submit(session, run, batch, part)

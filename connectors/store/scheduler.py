@@ -90,7 +90,8 @@ class _Step:
 class SchedulerHalf:
     """`digest`: of the namespace; `block_tokens`: tokens per block of the engine; `ranks`: workers whose reports are merged into one;
     `window_bytes`: how many bytes may be staged and not yet loaded (0: half of what the node may use); `load_step_bytes`: how many the
-    pages have that one step loads, at least one page."""
+    pages have that one step loads, at least one page; `checked_on_load`: all workers check pages as they copy them in, so that the node
+    need not before."""
 
     def __init__(
         self,
@@ -104,6 +105,7 @@ class SchedulerHalf:
         window_bytes: int = 0,
         load_step_bytes: int = 1 << 30,
         save_decode: bool = True,
+        checked_on_load: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
@@ -115,6 +117,7 @@ class SchedulerHalf:
         self._window_bytes = window_bytes
         self._load_step_pages = max(1, load_step_bytes // slot_bytes)
         self._save_decode = save_decode
+        self._checked_on_load = checked_on_load
         self._clock = clock
         self._requests: dict[str, _Request] = {}
         self._loads: deque[_PendingLoad] = deque()
@@ -236,7 +239,7 @@ class SchedulerHalf:
             request.gave_up = True
             return 0
         reserved = min(len(hashes) * self._slot_bytes, max(room, self._slot_bytes))
-        fetch = self._client.fetch(hashes, reserved)
+        fetch = self._client.fetch(hashes, reserved, check=not self._checked_on_load)
         if fetch is None:
             self.counters["node_away"] += 1
             request.gave_up = True

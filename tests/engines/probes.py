@@ -80,7 +80,7 @@ def limit_loads(llm: Any, pages: int | None) -> None:
     client = _scheduler(llm)._client
     original = getattr(client, "unlimited_fetch", client.fetch)
     client.unlimited_fetch = original
-    client.fetch = original if pages is None else lambda hashes, limit=0: original(hashes[:pages], limit)
+    client.fetch = original if pages is None else lambda hashes, limit=0, check=True: original(hashes[:pages], limit, check=check)
 
 
 def held(llm: Any) -> dict[str, int]:

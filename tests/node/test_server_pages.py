@@ -148,6 +148,22 @@ def test_a_page_that_fails_verification_is_dropped_and_ends_the_run(node: NodePr
     assert client.lookup(pages) == 20, "a dropped page can be stored again"
 
 
+def test_a_reader_that_checks_pages_itself_gets_them_unchecked(node: NodeProcess) -> None:
+    client = connect(node)
+    pages = chain("p", 20)
+    client.store(pages)
+    request, slots = client.fetch(pages)
+    client.release(request)
+    client.ping()
+    client.slot(slots[7])[100] ^= 1
+    request = client.next_request()
+    client.send(protocol.Fetch(request, b"".join(pages), check=False))
+    assert client.finish_fetch(request) == slots
+    client.release(request)
+    assert client.stats()["pages_bad"] == 0
+    assert len(client.fetch(pages)[1]) == 7, "another reader's are checked"
+
+
 def test_suspected_pages_are_checked_again(node: NodeProcess) -> None:
     client = connect(node)
     pages = chain("p", 10)

@@ -70,7 +70,7 @@ class SimulatedNode:
     def _lead(self, hashes: list[bytes]) -> int:
         return next((i for i, h in enumerate(hashes) if h not in self.pages), len(hashes))
 
-    def fetch(self, hashes: list[bytes], limit_bytes: int = 0) -> SimulatedFetch:
+    def fetch(self, hashes: list[bytes], limit_bytes: int = 0, *, check: bool = True) -> SimulatedFetch:
         slots = [self.pages[h] for h in hashes[: self._lead(hashes)]]
         for slot in slots:
             self.leases[slot] = self.leases.get(slot, 0) + 1
