@@ -14,7 +14,7 @@ from mooncake_kv.common.hashing import page_hashes
 from mooncake_kv.common.identity import KVNamespace
 from tests.engines.harness import ONE_THREAD, Engine, Request
 from tests.engines.judge import EXACT, MAX_ERROR, Judged, PageReader, judge_pages
-from tests.engines.test_vllm_hits import INSECURE, random_ids
+from tests.engines.test_vllm_hits import INSECURE, failed_loads, random_ids
 from tests.models import TINY_LLAMA, generated_llama
 
 # A patient client: on a busy test machine the node may not get a core for longer than the default 150 ms.
@@ -44,12 +44,12 @@ class Bench:
     def meet(self, kind: str, ranks: list[int], seed: int) -> float:
         """Ask twice while loads meet the fault; the second time what was stored meanwhile is loaded, in vain again. Returns how many loads
         failed the first time."""
-        before = self.failures()
-        self.engine.reset_prefix_cache()
+        before = failed_loads(self.engine)
+        assert self.engine.reset_prefix_cache()
         self.control.write_text(json.dumps({"kind": kind, "ranks": ranks}))
         self.ask(seed)
-        failed = self.failures() - before
-        self.engine.reset_prefix_cache()
+        failed = failed_loads(self.engine) - before
+        assert self.engine.reset_prefix_cache()
         self.ask(seed)
         self.control.unlink()
         return failed
@@ -60,9 +60,6 @@ class Bench:
         self.asked.clear()
         print(judged)
         return judged
-
-    def failures(self) -> float:
-        return sum(v for k, v in self.engine.metrics().items() if "mooncake_kv_failures_total" in k and 'what="load"' in k)
 
 
 @contextmanager

@@ -118,8 +118,9 @@ def test_a_conversation_reuses_what_decode_wrote(warm: Engine, space: KVNamespac
         decoded = reader.read(hashes)
         # The same pages, prefilled: another salt keeps them apart.
         warm.generate(turn, 1, cache_salt="prefilled")
-
-        prefilled = reader.read(page_hashes(turn, seed=storage_namespace_seed(None, "prefilled"))[:6])
+        prefilled_hashes = page_hashes(turn, seed=storage_namespace_seed(None, "prefilled"))[:6]
+        assert reader.wait_for(prefilled_hashes) == 6
+        prefilled = reader.read(prefilled_hashes)
     assert len(decoded) == len(prefilled) == 6
     assert all(worst_error(a, b) < MAX_ERROR for a, b in zip(decoded, prefilled, strict=True))
 
@@ -127,11 +128,11 @@ def test_a_conversation_reuses_what_decode_wrote(warm: Engine, space: KVNamespac
 def test_salts_do_not_share(warm: Engine) -> None:
     prompt = random_ids(200, 17)
     warm.generate(prompt, 1, cache_salt="a")
-    warm.reset_prefix_cache()
+    assert warm.reset_prefix_cache()
     assert warm.generate(prompt, 1, cache_salt="b").cached == 0
-    warm.reset_prefix_cache()
+    assert warm.reset_prefix_cache()
     assert warm.generate(prompt, 1).cached == 0
-    warm.reset_prefix_cache()
+    assert warm.reset_prefix_cache()
     assert warm.generate(prompt, 1, cache_salt="a").cached == 192
 
 
@@ -178,14 +179,19 @@ def test_a_flipped_bit_is_never_served(warm: Engine, space: KVNamespace) -> None
 
         reader.rewrite(hashes[2], flip, seal=False)
         assert warm.reset_prefix_cache()
+        before = failed_loads(warm)
         again = warm.generate(prompt, 8)
-        assert again.cached == 128
+        assert failed_loads(warm) > before, "the flipped bit was not found when the page was copied in"
         assert reader.wait_for(hashes) == 4
         now = reader.read(hashes)
         assert all(np.array_equal(a, b) for a, b in zip(now[:2], good[:2], strict=True))
         # Computed anew in a shorter chunk; its rounding may be another.
         assert all(worst_error(a, b) < MAX_ERROR for a, b in zip(now, good, strict=True))
     assert len(first.output) == len(again.output)
+
+
+def failed_loads(engine: Engine) -> float:
+    return sum(v for k, v in engine.metrics().items() if "mooncake_kv_failures_total" in k and 'what="load"' in k)
 
 
 def test_many_at_once(warm: Engine) -> None:

@@ -87,7 +87,7 @@ def test_chunks_that_end_within_pages(cramped: Bench) -> None:
     results = cramped.engine.run(requests)
     cramped.nothing_is_held()
     assert cramped.judge(requests, results) == 3 * (519 // 64)
-    cramped.engine.reset_prefix_cache()
+    assert cramped.engine.reset_prefix_cache()
     loaded = cramped.engine.run(again(requests))
     assert [r.cached for r in loaded] == [448] * 3
 
@@ -100,7 +100,7 @@ def test_preempted_requests_store_right_pages(cramped: Bench) -> None:
     assert cramped.metric("num_preemptions") > before, "nothing was preempted"
     cramped.nothing_is_held()
     # The same pages once more, loaded this time, and preempted again in between.
-    cramped.engine.reset_prefix_cache()
+    assert cramped.engine.reset_prefix_cache()
     before = cramped.metric("num_preemptions")
     second = cramped.engine.run(again(requests))
     assert cramped.metric("num_preemptions") > before
@@ -119,7 +119,7 @@ def test_aborts_leave_nothing_behind(cramped: Bench) -> None:
     results = cramped.engine.run(requests)
     assert [r.finish for r in results] == ["abort"] * 6 + ["length"]
     cramped.nothing_is_held()
-    cramped.engine.reset_prefix_cache()
+    assert cramped.engine.reset_prefix_cache()
     loads = again(requests)
     for i, request in enumerate(loads[:4]):
         request.abort_after_steps = i + 1
@@ -133,7 +133,7 @@ def test_an_abort_while_the_node_is_staging(cramped: Bench) -> None:
     requests = requests_of(2, 400, 8, seed=4000)
     cramped.engine.run(requests)
     cramped.nothing_is_held()
-    cramped.engine.reset_prefix_cache()
+    assert cramped.engine.reset_prefix_cache()
     asked = again(requests)
     for request in asked:
         request.abort_after_steps = 20
@@ -172,7 +172,7 @@ def test_resetting_the_connector_forgets_this_namespace_only(cramped: Bench) -> 
         assert cramped.reader.count(hashes) == 0
         assert neighbour.count(hashes) == 4
     assert cramped.engine.generate(ids, 1).cached == 0
-    cramped.engine.reset_prefix_cache()
+    assert cramped.engine.reset_prefix_cache()
     assert cramped.engine.generate(ids, 1).cached == 256
     cramped.nothing_is_held()
 
@@ -195,7 +195,7 @@ def test_rejected_drafts_are_never_saved(runtime_dir: Path, tmp_path: Path, bloc
         assert drafted > accepted + 50, "no draft was rejected"
         made.nothing_is_held()
         assert made.judge(requests, results) >= 4 * 5 - 2
-        made.engine.reset_prefix_cache()
+        assert made.engine.reset_prefix_cache()
         turn = [Request(ids=r.ids + result.output, sampling={"max_tokens": 4}) for r, result in zip(requests, results, strict=True)]
         assert all((r.cached or 0) >= 256 for r in made.engine.run(turn)), "decode pages are found by the next turn"
 
@@ -213,14 +213,14 @@ def test_prefixes_beyond_the_arena(runtime_dir: Path, tmp_path: Path) -> None:
             results = made.engine.run(again(requests))
             assert all(len(r.output) == 8 for r in results)
             made.nothing_is_held()
-            made.engine.reset_prefix_cache()
+            assert made.engine.reset_prefix_cache()
         held = [r.ids for r in requests if made.reader.count(page_hashes(r.ids))]
         assert held
         long = Request(ids=random_ids(100, 8500), sampling={"max_tokens": 200, "ignore_eos": True})
         result = made.engine.run([long])[0]
         made.nothing_is_held()
         hashes = page_hashes(long.ids + result.output)
-        made.engine.reset_prefix_cache()
+        assert made.engine.reset_prefix_cache()
         assert made.reader.wait_for(hashes[:1]) == 1
         assert made.reader.count(hashes) == 1, "save_decode is off"
         assert made.engine.generate(long.ids + result.output, 1).cached == 64

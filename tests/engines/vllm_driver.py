@@ -17,6 +17,8 @@ from typing import Any
 
 Json = dict[str, Any]
 
+RESET_S = 10.0
+
 
 class Driver:
     """Keeps the engine; each public method is a command and returns what JSON can carry."""
@@ -100,7 +102,16 @@ class Driver:
         return {"id": name, "output": [], "token_times": [], "cached": None, "finish": None, "added": added}
 
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
-        return bool(self.llm.reset_prefix_cache(reset_connector=reset_connector))
+        """vLLM refuses while blocks are in use, and those of a request whose last pages are saved are so for one more step."""
+        deadline = time.monotonic() + RESET_S
+        while not self.llm.reset_prefix_cache(reset_connector=reset_connector):
+            if time.monotonic() > deadline:
+                return False
+            core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+            if core is not None and core.scheduler.has_requests():
+                self.llm.llm_engine.step()  # nobody else makes steps here
+            time.sleep(0.01)
+        return True
 
     def metrics(self) -> dict[str, float]:
         """Every sample of this process's Prometheus registry, `name{label="value",...}` -> value."""
