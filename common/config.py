@@ -82,7 +82,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     layers_per_group: int = 0
     # At most so many bytes are staged for waiting requests; 0: half of the node's memory.
     staging_window: int = 0
-    # KV bytes, of all ranks together, that one step of an engine loads at most; 0: automatic.
+    # KV bytes that one step of an engine loads at most on each rank; 0: automatic.
     load_step_bytes: int = 0
     # Free slots held ahead by an engine for saving; 0: automatic.
     credits: int = 0

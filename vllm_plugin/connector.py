@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mooncake_kv.vllm")
 
-# KV bytes of all ranks that one step loads at most, while running requests wait: 20 to 40 ms of copying on a CPU, 10 ms over PCIe 5.
+# KV bytes that one step loads at most on each rank, while running requests wait: 20 to 40 ms of copying on a CPU, 10 ms over PCIe 5.
 CPU_LOAD_STEP = 128 << 20
 GPU_LOAD_STEP = 512 << 20
 # How long an engine's start waits for the node; without it the engine starts all the same and the cache joins later.
@@ -128,13 +128,18 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
                 window_bytes=self.config.staging_window,
                 save_decode=self.config.save_decode,
                 checked_on_load=self._verifies(current_platform.is_cpu()),
-                load_step_bytes=self.config.load_step_bytes or (CPU_LOAD_STEP if current_platform.is_cpu() else GPU_LOAD_STEP),
+                load_step_bytes=self._load_step_bytes(),
             )
             logger.info("mooncake-kv serves namespace %s (node %r)", self._namespace.digest(self.config.pool_secret), self.config.node)
 
     def _verifies(self, on_cpu: bool) -> bool:
         """Does each worker check the pages that it loads? On a CPU that is free: what is checked is in the cache when it is copied."""
         return on_cpu if self.config.verify_on_load == "auto" else self.config.verify_on_load == "true"
+
+    def _load_step_bytes(self) -> int:
+        """Of all ranks together."""
+        per_rank = self.config.load_step_bytes or (CPU_LOAD_STEP if current_platform.is_cpu() else GPU_LOAD_STEP)
+        return per_rank if self._namespace.mla else per_rank * self._vllm_config.parallel_config.world_size
 
     def _credits(self) -> int:
         """Slots kept ahead: what two steps can fill, so that a step never waits for the node to grant."""

@@ -89,9 +89,9 @@ class _Step:
 
 class SchedulerHalf:
     """`digest`: of the namespace; `block_tokens`: tokens per block of the engine; `ranks`: workers whose reports are merged into one;
-    `window_bytes`: how many bytes may be staged and not yet loaded (0: half of what the node may use); `load_step_bytes`: how many the
-    pages have that one step loads, at least one page; `checked_on_load`: all workers check pages as they copy them in, so that the node
-    need not before."""
+    `window_bytes`: how many bytes may be staged and not yet loaded (0: half of what the node may use); `load_step_bytes`: how many bytes
+    the pages have that one step loads (at least one page); `checked_on_load`: all workers check pages as they copy them in, so that the
+    node need not before."""
 
     def __init__(
         self,
