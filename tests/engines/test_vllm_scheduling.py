@@ -173,6 +173,7 @@ def test_resetting_the_connector_forgets_this_namespace_only(cramped: Bench) -> 
         assert neighbour.count(hashes) == 4
     assert cramped.engine.generate(ids, 1).cached == 0
     assert cramped.engine.reset_prefix_cache()
+    assert cramped.reader.wait_for(hashes) == 4
     assert cramped.engine.generate(ids, 1).cached == 256
     cramped.nothing_is_held()
 
