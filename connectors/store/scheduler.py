@@ -179,12 +179,15 @@ class SchedulerHalf:
         if not fetch.done and not fetch.expired(self._clock()):
             return None
         staged = len(fetch.slots)
-        if fetch.done and not fetch.failed and staged * self._slot_bytes < request.reserved:
-            request.proven = request.fetch_first + staged
-        end = min((request.fetch_first + staged) * self._page, total_tokens - 1)
+        # What was staged before somebody else's load of it failed is the same dead copy.
+        usable = self._before_failed(request.hasher.hashes[request.fetch_first : request.fetch_first + staged])
+        if usable < staged or (fetch.done and not fetch.failed and staged * self._slot_bytes < request.reserved):
+            request.proven = request.fetch_first + usable
+        end = min((request.fetch_first + usable) * self._page, total_tokens - 1)
         if end > local_tokens:
             return end - local_tokens
-        self.counters["timeouts" if fetch.failed or not fetch.done else "misses"] += 1
+        reason = "failed_keys_avoided" if usable < staged else "timeouts" if fetch.failed or not fetch.done else "misses"
+        self.counters[reason] += 1
         self._give_up(request)
         return 0
 
@@ -204,6 +207,13 @@ class SchedulerHalf:
     def _room(self) -> int:
         return (self._window_bytes or self._client.dram_bytes // 2) - self._staged_bytes
 
+    def _before_failed(self, hashes: Sequence[bytes]) -> int:
+        """How many of these pages come before the first one whose load failed of late."""
+        if not self._failed:
+            return len(hashes)
+        now = self._clock()
+        return next((i for i, page_hash in enumerate(hashes) if self._failed.get(page_hash, 0.0) > now), len(hashes))
+
     def _lost(self, fetch: Fetch) -> bool:
         return (fetch.epoch, fetch.generation) != (self._client.epoch, self._client.generation)
 
@@ -214,12 +224,9 @@ class SchedulerHalf:
         first = request.local // self._page
         last = min(len(request.hasher.hashes), -(-(total_tokens - 1) // self._page))
         hashes = request.hasher.hashes[first:last]
-        if self._failed:
-            for i, page_hash in enumerate(hashes):
-                if self._failed.get(page_hash, 0.0) > now:
-                    hashes = hashes[:i]
-                    self.counters["failed_keys_avoided"] += 1
-                    break
+        if (usable := self._before_failed(hashes)) < len(hashes):
+            hashes = hashes[:usable]
+            self.counters["failed_keys_avoided"] += 1
         if not hashes:
             return 0
         if not self._client.ready:
