@@ -98,12 +98,14 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._report: Report | None = None
         self._invalid: set[int] = set()
         self._reported: Counter[str] = Counter()
+        self._unable = ""  # why this worker copies nothing
         try:
             self._namespace = namespace_of(vllm_config, kv_cache_config, self.config)
         except UnsupportedError as error:
             if self.config.on_unsupported != "disable":
                 raise
             logger.error("runs without the cache: %s", error)
+            self._unable = str(error)
             return
         self._layout = PageLayout(self._namespace)
         scheduler = role == KVConnectorRole.SCHEDULER
@@ -251,7 +253,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         except UnsupportedError as error:
             if self.config.on_unsupported != "disable":
                 raise
-            logger.error("this worker copies nothing, so the engine runs without the cache: %s", error)
+            self._unable = str(error)  # the scheduler logs it, once for all ranks
             return
         self._worker = WorkerHalf(
             self._client,
@@ -267,7 +269,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PlanMetadata)
         self._plan = plan = metadata.plan
-        self._report = Report(plan.step)
+        self._report = Report(plan.step, unable=self._unable)
         if self._worker is not None:
             self._invalid |= self._worker.load(plan, self._report)
         else:

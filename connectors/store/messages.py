@@ -60,10 +60,12 @@ class Plan:
 
 @dataclass(slots=True)
 class Report:
-    """What one worker, or after `merge` several workers, did in a step: for each save, how many ranks copied all of it."""
+    """What one worker, or after `merge` several workers, did in a step: for each save, how many ranks copied all of it. `unable`: why a
+    rank will never copy anything ('' if all can)."""
 
     step: int
     saved: dict[int, int] = field(default_factory=dict)
+    unable: str = ""
 
     def merge(self, other: Report) -> Report:
         """Add another rank's report of the same step."""
@@ -71,4 +73,5 @@ class Report:
             raise ValueError(f"reports of steps {self.step} and {other.step} cannot be merged")
         for op, ranks in other.saved.items():
             self.saved[op] = self.saved.get(op, 0) + ranks
+        self.unable = self.unable or other.unable
         return self

@@ -11,6 +11,7 @@ Promises:
 - A slot is given back only after the report of the last step that may write it; a lease is released only after the report of the last
   step that reads it.
 - `match` may be asked any number of times; asking changes nothing but the staging that it starts.
+- Once a rank has reported that it cannot copy, nothing is planned any more: each hit would cost a failed load, each save a slot.
 
 Engines call, in this order: `arrive`, `extend` (new token ids), `match` until it answers a number, `start`; then per step `scheduled` for
 each request that is computed and `end_step`; `output` with each step's report; `finish`.
@@ -18,6 +19,7 @@ each request that is computed and `end_step`; `output` with each step's report; 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,6 +28,8 @@ from dataclasses import dataclass, field
 from ...common.hashing import PageHasher
 from ...common.node.client import Fetch, Lookup, NodeClient
 from .messages import Load, Plan, Report, Save
+
+log = logging.getLogger("mooncake_kv.scheduler")
 
 # How long a request may wait for room in the staging window before it is computed instead. Requests ahead of it leave the window as soon
 # as they are scheduled, so a longer wait means that they cannot be, and then neither can this one.
@@ -123,6 +127,7 @@ class SchedulerHalf:
         self._loads: deque[_PendingLoad] = deque()
         self._failed: OrderedDict[bytes, float] = OrderedDict()
         self._staged_bytes = 0
+        self._unable = ""
         self._plan = Plan(digest, 1)
         self._steps: dict[int, _Step] = defaultdict(_Step)
         self._next_op = 0
@@ -140,6 +145,7 @@ class SchedulerHalf:
     ) -> None:
         """A request came in with these prompt tokens. `seed` starts its page hashes, `extras` go into the input of single pages (page
         index -> bytes), `skip` says in one word why it does not use the cache at all ('' if it does)."""
+        skip = skip or ("worker_unable" if self._unable else "")
         request = _Request(request_id, PageHasher(self._page, seed), len(tokens), skip)
         self._requests[request_id] = request
         self.counters["requests"] += 1
@@ -168,6 +174,9 @@ class SchedulerHalf:
         if request.blind:
             request.blind = False
             return None
+        if self._unable:
+            self._drop_fetch(request)
+            return 0
         request.local = local_tokens
         fetch = request.fetch
         if fetch is not None and (self._lost(fetch) or request.fetch_first * self._page > local_tokens):
@@ -352,6 +361,8 @@ class SchedulerHalf:
     def _plan_saves(self, request: _Request, last: int, table: list[int]) -> list[Save]:
         """Saves for the pages [mark, last) that are not stored yet, as far as there are slots; the mark moves behind what was planned."""
         saves: list[Save] = []
+        if self._unable:
+            return saves
         last = min(last, len(request.hasher.hashes), len(table) * self._block // self._page)
         while request.mark < last:
             begin, end = request.stored
@@ -415,6 +426,9 @@ class SchedulerHalf:
 
     def output(self, report: Report | None, invalid_blocks: Collection[int]) -> None:
         """A step was executed by all ranks, and these blocks were not loaded. Commits what it saved, ends the leases it read last."""
+        if report is not None and report.unable and not self._unable:
+            self._unable = report.unable
+            log.error("a worker copies nothing, so the engine runs without the cache: %s", report.unable)
         if report is None:
             return
         # Steps are executed in order: an older step without a report will get none, and nobody writes to its slots any more.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -74,3 +75,25 @@ def test_a_failed_first_page_leaves_nothing_to_load(rig: Rig) -> None:
     assert rig.half.counters["failed_keys_avoided"] == 1
     assert rig.half.counters["misses"] == 0
     assert not any(rig.node.leases.values()), "what is not used is not kept"
+
+
+def test_nothing_is_planned_once_a_rank_cannot_copy(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.arrive("first")
+    rig.arrive("second")
+    assert rig.match("first") == 3 * PAGE
+    plan = rig.step("first", 3 * PAGE, [10, 11, 12, 13])
+    with caplog.at_level(logging.ERROR, "mooncake_kv"):
+        for _ in range(2):
+            rig.half.output(rig.saved(plan, unable="an unknown layout").merge(Report(plan.step)), {10, 11, 12})
+            plan = rig.half.end_step()
+    assert [record.getMessage() for record in caplog.records].count(caplog.records[0].getMessage()) == len(caplog.records) == 1
+    assert "an unknown layout" in caplog.text
+    assert not rig.half.blind_ask("second") and rig.match("second") == 0
+    plan = rig.step("second", 0, [20, 21, 22, 23])
+    assert not plan.loads and not plan.saves
+    assert not rig.half.finish("first", len(TOKENS), [10, 11, 12, 13])
+    rig.half.arrive("third", TOKENS)
+    assert rig.match("third") == 0
+    assert rig.half.counters["skipped_worker_unable"] == 1
+    assert not any(rig.node.leases.values()) and not rig.node.fetches
+    assert not rig.node.granted, "no slot is taken for pages that nobody copies"
