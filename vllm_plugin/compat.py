@@ -50,6 +50,9 @@ CONNECTOR: Signatures = {
 CPU_LAYOUT: Signatures = {
     "vllm.v1.attention.backends.cpu_attn:_get_attn_isa": ("dtype", "block_size", "head_size", "kv_cache_dtype"),
 }
+LORA: Signatures = {
+    "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": ("self", "lora_request"),
+}
 
 
 def vllm_version() -> str:

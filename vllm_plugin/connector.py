@@ -28,7 +28,7 @@ from ..common.node.client import NodeClient
 from ..common.page import PageLayout
 from ..connectors.calls import CallTimes, timed
 from ..connectors.store import Plan, Report, SchedulerHalf, WorkerHalf
-from . import compat
+from . import adapters, compat
 from .facts import namespace_of, rank_of
 from .metrics import MooncakeKVPromMetrics, MooncakeKVStats
 from .requests import image_extras, reason_to_skip, seed_of
@@ -165,16 +165,16 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return
         skip = reason_to_skip(request)
-        seed = b""
+        seed, weights = b"", ""
         if not skip and (request.lora_request is not None or request.cache_salt is not None):
             try:
-                seed = seed_of(request, self._adapters)
+                seed, weights = seed_of(request, self._adapters, self.config.fingerprint)
             except (OSError, ValueError) as error:
                 logger.warning("request %s is served without the cache: its LoRA adapter: %s", request.request_id, error)
                 skip = "lora_unreadable"
         extras = image_extras(request, self._namespace.page_tokens) if request.mm_features else None
         self._requests[request.request_id] = request
-        self._scheduler.arrive(request.request_id, request.prompt_token_ids or (), seed=seed, extras=extras, skip=skip)
+        self._scheduler.arrive(request.request_id, request.prompt_token_ids or (), seed=seed, extras=extras, skip=skip, weights=weights)
 
     @timed
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -244,6 +244,9 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._client is None:
             return
         try:
+            if self._vllm_config.lora_config is not None:
+                compat.require(compat.LORA)
+                adapters.watch(self.config.fingerprint)
             rank = rank_of(self._vllm_config, self._namespace)
             view = view_of(self._vllm_config, kv_caches)
             on_cpu = next(iter(kv_caches.values())).device.type == "cpu"
@@ -262,6 +265,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             block_tokens=self._vllm_config.cache_config.block_size,
             writes=rank.writes,
             verify=self._verifies(on_cpu),
+            lacks=adapters.differ,
         )
 
     @timed

@@ -45,6 +45,7 @@ class _Request:
     hasher: PageHasher
     prompt_tokens: int
     skip: str
+    weights: str
     lookup: Lookup | None = None
     fetch: Fetch | None = None
     fetch_first: int = 0  # page of fetch.slots[0]
@@ -128,6 +129,7 @@ class SchedulerHalf:
         self._failed: OrderedDict[bytes, float] = OrderedDict()
         self._staged_bytes = 0
         self._unable = ""
+        self._refused: set[str] = set()  # weights of which a rank has loaded others
         self._plan = Plan(digest, 1)
         self._steps: dict[int, _Step] = defaultdict(_Step)
         self._next_op = 0
@@ -142,11 +144,13 @@ class SchedulerHalf:
         seed: bytes = b"",
         extras: Mapping[int, bytes] | None = None,
         skip: str = "",
+        weights: str = "",
     ) -> None:
         """A request came in with these prompt tokens. `seed` starts its page hashes, `extras` go into the input of single pages (page
-        index -> bytes), `skip` says in one word why it does not use the cache at all ('' if it does)."""
-        skip = skip or ("worker_unable" if self._unable else "")
-        request = _Request(request_id, PageHasher(self._page, seed), len(tokens), skip)
+        index -> bytes), `skip` says in one word why it does not use the cache at all ('' if it does). `weights` names what the engine must
+        have loaded beside the model's own weights for the hashes to be true; the workers check it."""
+        skip = skip or ("worker_unable" if self._unable else "other_weights" if weights in self._refused else "")
+        request = _Request(request_id, PageHasher(self._page, seed), len(tokens), skip, weights)
         self._requests[request_id] = request
         self.counters["requests"] += 1
         if skip:
@@ -174,7 +178,7 @@ class SchedulerHalf:
         if request.blind:
             request.blind = False
             return None
-        if self._unable:
+        if self._barred(request):
             self._drop_fetch(request)
             return 0
         request.local = local_tokens
@@ -212,6 +216,9 @@ class SchedulerHalf:
         else:
             request.blind = bool(request.waiting_since) and now - request.waiting_since < ADMISSION_S and self._room() < self._slot_bytes
         return request.blind
+
+    def _barred(self, request: _Request) -> bool:
+        return bool(self._unable) or request.weights in self._refused
 
     def _room(self) -> int:
         return (self._window_bytes or self._client.dram_bytes // 2) - self._staged_bytes
@@ -348,6 +355,7 @@ class SchedulerHalf:
                     last_token=end,
                     first_block=first_block,
                     block_ids=pending.table[first_block:last_block],
+                    weights=request.weights,
                 )
                 plan.loads.append(load)
                 self._steps[plan.step].loads.append(load)
@@ -361,7 +369,7 @@ class SchedulerHalf:
     def _plan_saves(self, request: _Request, last: int, table: list[int]) -> list[Save]:
         """Saves for the pages [mark, last) that are not stored yet, as far as there are slots; the mark moves behind what was planned."""
         saves: list[Save] = []
-        if self._unable:
+        if self._barred(request):
             return saves
         last = min(last, len(request.hasher.hashes), len(table) * self._block // self._page)
         while request.mark < last:
@@ -386,6 +394,7 @@ class SchedulerHalf:
                     slots=granted.slots,
                     first_block=first_block,
                     block_ids=table[first_block:last_block],
+                    weights=request.weights,
                 )
             )
             self._steps[self._plan.step].saves.append(
@@ -429,6 +438,8 @@ class SchedulerHalf:
         if report is not None and report.unable and not self._unable:
             self._unable = report.unable
             log.error("a worker copies nothing, so the engine runs without the cache: %s", report.unable)
+        if report is not None:
+            self._refused |= report.refused
         if report is None:
             return
         # Steps are executed in order: an older step without a report will get none, and nobody writes to its slots any more.

@@ -97,3 +97,19 @@ def test_nothing_is_planned_once_a_rank_cannot_copy(rig: Rig, caplog: pytest.Log
     assert rig.half.counters["skipped_worker_unable"] == 1
     assert not any(rig.node.leases.values()) and not rig.node.fetches
     assert not rig.node.granted, "no slot is taken for pages that nobody copies"
+
+
+def test_a_request_whose_adapter_the_engine_does_not_have(rig: Rig) -> None:
+    rig.arrive("first", weights="1:old")
+    rig.arrive("other", weights="2:good")
+    assert rig.match("first") == 3 * PAGE
+    plan = rig.step("first", 3 * PAGE, [10, 11, 12, 13])
+    assert [load.weights for load in plan.loads] == ["1:old"]
+    rig.half.output(rig.saved(plan, refused={"1:old"}), {10, 11, 12})
+    rig.half.scheduled("first", len(TOKENS), lambda: [10, 11, 12, 13])
+    assert not rig.half.end_step().saves, "what was computed with other weights is never stored"
+    assert rig.match("first") == 0
+    rig.arrive("next", weights="1:old")
+    assert rig.match("next") == 0 and rig.half.counters["skipped_other_weights"] == 1
+    rig.now += 3600
+    assert rig.match("other") == 3 * PAGE
