@@ -30,6 +30,7 @@ from ..connectors.calls import CallTimes, timed
 from ..connectors.store import Plan, Report, SchedulerHalf, WorkerHalf
 from . import adapters, compat
 from .facts import namespace_of, rank_of
+from .media import processing_identity
 from .metrics import MooncakeKVPromMetrics, MooncakeKVStats
 from .requests import image_extras, reason_to_skip, seed_of
 from .views import skip_local_match, view_of
@@ -120,6 +121,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._client.wait_ready(NODE_START_S):
             logger.warning("the engine starts without the cache, which joins when it can: %s", self._client.reason)
         if scheduler:
+            self._processing = processing_identity(vllm_config)
             self._scheduler = SchedulerHalf(
                 self._client,
                 self._namespace.digest(self.config.pool_secret),
@@ -172,7 +174,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             except (OSError, ValueError) as error:
                 logger.warning("request %s is served without the cache: its LoRA adapter: %s", request.request_id, error)
                 skip = "lora_unreadable"
-        extras = image_extras(request, self._namespace.page_tokens) if request.mm_features else None
+        extras = image_extras(request, self._namespace.page_tokens, self._processing) if request.mm_features else None
         self._requests[request.request_id] = request
         self._scheduler.arrive(request.request_id, request.prompt_token_ids or (), seed=seed, extras=extras, skip=skip, weights=weights)
 

@@ -13,9 +13,10 @@ from ..common.adapter import adapter_fingerprint
 from ..common.hashing import storage_namespace_seed
 from ..common.weights import Mode
 from .adapters import token
+from .media import BY_CONTENT
 
-# vLLM's hash of an item's content (blake3, sha256 or sha512).
-_CONTENT_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
+# vLLM's hash of an item's content (blake3, sha256 or sha512), marked as such.
+_CONTENT_HASH = re.compile(rf"{BY_CONTENT}([0-9a-f]{{64}}|[0-9a-f]{{128}})")
 
 
 def reason_to_skip(request: Any) -> str:
@@ -47,14 +48,15 @@ def seed_of(request: Any, adapters: dict[int, str], mode: Mode) -> tuple[bytes, 
     return storage_namespace_seed(f"lora:{fingerprint}", request.cache_salt), token(lora, fingerprint)
 
 
-def image_extras(request: Any, page_tokens: int) -> dict[int, bytes]:
-    """Page index -> what identifies the multimodal items that reach into the page, and where they start relative to it."""
+def image_extras(request: Any, page_tokens: int, processing: bytes) -> dict[int, bytes]:
+    """Page index -> what identifies the multimodal items that reach into the page, and where they start relative to it. `processing`: how
+    the engine processes them."""
     extras: dict[int, bytes] = {}
     for feature in sorted(request.mm_features, key=lambda f: f.mm_position.offset):
         first, length = feature.mm_position.offset, feature.mm_position.length
         if length < 1:
             continue
-        identifier = f"{feature.modality}\0{_item_hash(feature)}".encode()
+        identifier = processing + f"{feature.modality}\0{_item_hash(feature)}".encode()
         for page in range(first // page_tokens, (first + length - 1) // page_tokens + 1):
             place = first - page * page_tokens
             part = (

@@ -90,7 +90,7 @@ def test_an_adapter_overwritten_between_its_load_and_the_first_request(engine: E
 
 
 def test_a_name_that_comes_to_stand_for_other_weights(engine: Engine, tmp_path: Path) -> None:
-    """vLLM finds blocks in its own prefix cache by an adapter's name and path; what is computed above those of the old weights is not stored."""
+    """vLLM finds blocks in its own prefix cache by an adapter's name and path; what lies above old ones is not stored."""
     ids = random_ids(400, 59)
     folder = adapter(tmp_path / "adapter", generated_llama(), seed=8)
     first = {"lora_name": "reused", "lora_int_id": 33, "lora_path": str(folder)}
@@ -166,8 +166,9 @@ def test_images_with_the_same_placeholders_do_not_mix(seeing: Engine) -> None:
     assert look(seeing, 1) == pages
 
 
-def test_an_image_under_a_name_of_the_clients_choice_is_served_without_the_cache(seeing: Engine) -> None:
+@pytest.mark.parametrize("uuid", ["picture-1", "ab" * 32, "content-" + "ab" * 32], ids=["name", "hash", "marked hash"])
+def test_an_image_under_a_name_of_the_clients_choice_is_served_without_the_cache(seeing: Engine, uuid: str) -> None:
     before = no_load(seeing, "media_without_hash")
-    assert look(seeing, 3, uuid="picture-1") == 0
-    assert look(seeing, 4, uuid="picture-1") == 0
+    assert look(seeing, 3, uuid=uuid) == 0
+    assert look(seeing, 4, uuid=uuid) == 0
     assert no_load(seeing, "media_without_hash") == before + 2
