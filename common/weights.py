@@ -38,7 +38,7 @@ MAX_HEADER = 100 << 20
 _CHUNK = 8 << 20
 _THREADS = 4
 # A file that was written more recently is read again next time: another write in the same tick of the clock would leave no trace.
-_SETTLED_NS = 1_000_000_000
+SETTLED_NS = 1_000_000_000
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz", ".h5", ".tensors")
 _HINT = "set model_id to your own name for these weights"
 
@@ -122,7 +122,7 @@ def _tensors(path: Path, mode: Mode, cache: Path | None) -> Tensors:
                 raise ValueError("it changed while it was read")
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise UnsupportedError(f"the weight file {str(path)!r} cannot be identified: {error}") from None
-    if cache and time.time_ns() - max(before[_TIMES]) > _SETTLED_NS:
+    if cache and time.time_ns() - max(before[_TIMES]) > SETTLED_NS:
         _remember(cache, before, tensors)
     return tensors
 

@@ -18,6 +18,7 @@ def register() -> None:
     register_connector(CONNECTOR, f"{__name__}.connector", "MooncakeKVConnector")
     # Only a process that parses a command line has this module by now, and it costs others most of a second.
     if "vllm.engine.arg_utils" in sys.modules:
-        from .flags import install
+        from . import flags, media
 
-        install()
+        flags.install()
+        media.install()

@@ -50,6 +50,13 @@ CONNECTOR: Signatures = {
 CPU_LAYOUT: Signatures = {
     "vllm.v1.attention.backends.cpu_attn:_get_attn_isa": ("dtype", "block_size", "head_size", "kv_cache_dtype"),
 }
+MEDIA: Signatures = {
+    "vllm.multimodal.processing.inputs:ProcessorInputs.get_mm_hashes": ("self", "model_id", "hash_algorithm"),
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config": ("self", "usage_context", "headless"),
+}
+LORA: Signatures = {
+    "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": ("self", "lora_request"),
+}
 
 
 def vllm_version() -> str:

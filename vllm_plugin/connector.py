@@ -28,8 +28,9 @@ from ..common.node.client import NodeClient
 from ..common.page import PageLayout
 from ..connectors.calls import CallTimes, timed
 from ..connectors.store import Plan, Report, SchedulerHalf, WorkerHalf
-from . import compat
+from . import adapters, compat
 from .facts import namespace_of, rank_of
+from .media import processing_identity
 from .metrics import MooncakeKVPromMetrics, MooncakeKVStats
 from .requests import image_extras, reason_to_skip, seed_of
 from .views import skip_local_match, view_of
@@ -98,12 +99,14 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._report: Report | None = None
         self._invalid: set[int] = set()
         self._reported: Counter[str] = Counter()
+        self._unable = ""  # why this worker copies nothing
         try:
             self._namespace = namespace_of(vllm_config, kv_cache_config, self.config)
         except UnsupportedError as error:
             if self.config.on_unsupported != "disable":
                 raise
             logger.error("runs without the cache: %s", error)
+            self._unable = str(error)
             return
         self._layout = PageLayout(self._namespace)
         scheduler = role == KVConnectorRole.SCHEDULER
@@ -118,6 +121,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._client.wait_ready(NODE_START_S):
             logger.warning("the engine starts without the cache, which joins when it can: %s", self._client.reason)
         if scheduler:
+            self._processing = processing_identity(vllm_config)
             self._scheduler = SchedulerHalf(
                 self._client,
                 self._namespace.digest(self.config.pool_secret),
@@ -163,16 +167,16 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return
         skip = reason_to_skip(request)
-        seed = b""
+        seed, weights = b"", ""
         if not skip and (request.lora_request is not None or request.cache_salt is not None):
             try:
-                seed = seed_of(request, self._adapters)
+                seed, weights = seed_of(request, self._adapters, self.config.fingerprint)
             except (OSError, ValueError) as error:
                 logger.warning("request %s is served without the cache: its LoRA adapter: %s", request.request_id, error)
                 skip = "lora_unreadable"
-        extras = image_extras(request, self._namespace.page_tokens) if request.mm_features else None
+        extras = image_extras(request, self._namespace.page_tokens, self._processing) if request.mm_features else None
         self._requests[request.request_id] = request
-        self._scheduler.arrive(request.request_id, request.prompt_token_ids or (), seed=seed, extras=extras, skip=skip)
+        self._scheduler.arrive(request.request_id, request.prompt_token_ids or (), seed=seed, extras=extras, skip=skip, weights=weights)
 
     @timed
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -242,6 +246,9 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._client is None:
             return
         try:
+            if self._vllm_config.lora_config is not None:
+                compat.require(compat.LORA)
+                adapters.watch(self.config.fingerprint)
             rank = rank_of(self._vllm_config, self._namespace)
             view = view_of(self._vllm_config, kv_caches)
             on_cpu = next(iter(kv_caches.values())).device.type == "cpu"
@@ -251,7 +258,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         except UnsupportedError as error:
             if self.config.on_unsupported != "disable":
                 raise
-            logger.error("this worker copies nothing, so the engine runs without the cache: %s", error)
+            self._unable = str(error)  # the scheduler logs it, once for all ranks
             return
         self._worker = WorkerHalf(
             self._client,
@@ -260,6 +267,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             block_tokens=self._vllm_config.cache_config.block_size,
             writes=rank.writes,
             verify=self._verifies(on_cpu),
+            lacks=adapters.differ,
         )
 
     @timed
@@ -267,7 +275,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PlanMetadata)
         self._plan = plan = metadata.plan
-        self._report = Report(plan.step)
+        self._report = Report(plan.step, unable=self._unable)
         if self._worker is not None:
             self._invalid |= self._worker.load(plan, self._report)
         else:

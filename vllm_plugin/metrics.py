@@ -28,6 +28,8 @@ _METRICS: dict[str, tuple[str, str, str]] = {
     "skipped_lora_without_path": ("no_load", "reason", "lora_without_path"),
     "skipped_media_without_hash": ("no_load", "reason", "media_without_hash"),
     "skipped_lora_unreadable": ("no_load", "reason", "lora_unreadable"),
+    "skipped_other_weights": ("no_load", "reason", "other_weights"),
+    "skipped_worker_unable": ("no_load", "reason", "worker_unable"),
     "saved_pages": ("pages", "event", "saved"),
     "discarded_pages": ("pages", "event", "discarded"),
     "saves_without_slot": ("pages", "event", "no_free_slot"),

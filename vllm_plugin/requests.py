@@ -11,9 +11,12 @@ from typing import Any
 
 from ..common.adapter import adapter_fingerprint
 from ..common.hashing import storage_namespace_seed
+from ..common.weights import Mode
+from .adapters import token
+from .media import BY_CONTENT
 
-# vLLM's hash of an item's content (blake3, sha256 or sha512).
-_CONTENT_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
+# vLLM's hash of an item's content (blake3, sha256 or sha512), marked as such.
+_CONTENT_HASH = re.compile(rf"{BY_CONTENT}([0-9a-f]{{64}}|[0-9a-f]{{128}})")
 
 
 def reason_to_skip(request: Any) -> str:
@@ -30,28 +33,30 @@ def reason_to_skip(request: Any) -> str:
     return ""
 
 
-def seed_of(request: Any, adapters: dict[int, str]) -> bytes:
-    """Seed of the request's page hashes. `adapters` is the caller's memory of what the engine has loaded under which LoRA id: vLLM goes on
-    with that when the files change. Raises OSError or ValueError when the request's adapter cannot be identified."""
+def seed_of(request: Any, adapters: dict[int, str], mode: Mode) -> tuple[bytes, str]:
+    """Seed of the request's page hashes, and what the workers must have loaded for it ('' without an adapter). `adapters` is the caller's
+    memory of what each LoRA id stood for, which spares a request whose files have changed since the attempt. Raises OSError or ValueError
+    when the request's adapter cannot be identified."""
     lora = request.lora_request
     if lora is None:
-        return storage_namespace_seed(None, request.cache_salt)
-    fingerprint = adapter_fingerprint(lora.lora_path)
+        return storage_namespace_seed(None, request.cache_salt), ""
+    fingerprint = adapter_fingerprint(lora.lora_path, mode)
     if lora.load_inplace:
         adapters[lora.lora_int_id] = fingerprint
     elif adapters.setdefault(lora.lora_int_id, fingerprint) != fingerprint:
         raise ValueError(f"id {lora.lora_int_id} stood for other weights before, and vLLM may still use those")
-    return storage_namespace_seed(f"lora:{fingerprint}", request.cache_salt)
+    return storage_namespace_seed(f"lora:{fingerprint}", request.cache_salt), token(lora, fingerprint)
 
 
-def image_extras(request: Any, page_tokens: int) -> dict[int, bytes]:
-    """Page index -> what identifies the multimodal items that reach into the page, and where they start relative to it."""
+def image_extras(request: Any, page_tokens: int, processing: bytes) -> dict[int, bytes]:
+    """Page index -> what identifies the multimodal items that reach into the page, and where they start relative to it. `processing`: how
+    the engine processes them."""
     extras: dict[int, bytes] = {}
     for feature in sorted(request.mm_features, key=lambda f: f.mm_position.offset):
         first, length = feature.mm_position.offset, feature.mm_position.length
         if length < 1:
             continue
-        identifier = f"{feature.modality}\0{_item_hash(feature)}".encode()
+        identifier = processing + f"{feature.modality}\0{_item_hash(feature)}".encode()
         for page in range(first // page_tokens, (first + length - 1) // page_tokens + 1):
             place = first - page * page_tokens
             part = (

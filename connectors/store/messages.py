@@ -14,7 +14,8 @@ class Load:
     """Copy tokens [first_token, last_token) of staged pages into blocks of a request that is not computed before it is in `Plan.loaded`.
 
     `slots[i]` and `hashes[i]` belong to page `first_page + i`; `block_ids[i]` is entry `first_block + i` of the request's block table. The
-    scheduler half holds the lease until the step's report has come back.
+    scheduler half holds the lease until the step's report has come back. `weights`: what the engine must have loaded beside the model's own
+    weights for the pages to be what their keys say ('' for nothing).
     """
 
     request_id: str
@@ -27,11 +28,12 @@ class Load:
     last_token: int
     first_block: int
     block_ids: list[int]
+    weights: str
 
 
 @dataclass(slots=True)
 class Save:
-    """Copy whole pages from engine blocks into slots that have no name yet. `op` is unique within an engine."""
+    """Copy whole pages from engine blocks into slots that have no name yet. `op` is unique within an engine; `weights` as in Load."""
 
     op: int
     epoch: int
@@ -40,6 +42,7 @@ class Save:
     slots: list[int]
     first_block: int
     block_ids: list[int]
+    weights: str
 
 
 @dataclass(slots=True)
@@ -60,10 +63,13 @@ class Plan:
 
 @dataclass(slots=True)
 class Report:
-    """What one worker, or after `merge` several workers, did in a step: for each save, how many ranks copied all of it."""
+    """What one worker, or after `merge` several workers, did in a step: for each save, how many ranks copied all of it. `unable`: why a
+    rank will never copy anything ('' if all can). `refused`: the `weights` of loads and saves of which a rank has loaded others."""
 
     step: int
     saved: dict[int, int] = field(default_factory=dict)
+    unable: str = ""
+    refused: set[str] = field(default_factory=set)
 
     def merge(self, other: Report) -> Report:
         """Add another rank's report of the same step."""
@@ -71,4 +77,6 @@ class Report:
             raise ValueError(f"reports of steps {self.step} and {other.step} cannot be merged")
         for op, ranks in other.saved.items():
             self.saved[op] = self.saved.get(op, 0) + ranks
+        self.unable = self.unable or other.unable
+        self.refused |= other.refused
         return self

@@ -11,6 +11,7 @@ Promises:
 - A slot is given back only after the report of the last step that may write it; a lease is released only after the report of the last
   step that reads it.
 - `match` may be asked any number of times; asking changes nothing but the staging that it starts.
+- Once a rank has reported that it cannot copy, nothing is planned any more: each hit would cost a failed load, each save a slot.
 
 Engines call, in this order: `arrive`, `extend` (new token ids), `match` until it answers a number, `start`; then per step `scheduled` for
 each request that is computed and `end_step`; `output` with each step's report; `finish`.
@@ -18,6 +19,7 @@ each request that is computed and `end_step`; `output` with each step's report; 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,6 +28,8 @@ from dataclasses import dataclass, field
 from ...common.hashing import PageHasher
 from ...common.node.client import Fetch, Lookup, NodeClient
 from .messages import Load, Plan, Report, Save
+
+log = logging.getLogger("mooncake_kv.scheduler")
 
 # How long a request may wait for room in the staging window before it is computed instead. Requests ahead of it leave the window as soon
 # as they are scheduled, so a longer wait means that they cannot be, and then neither can this one.
@@ -41,6 +45,7 @@ class _Request:
     hasher: PageHasher
     prompt_tokens: int
     skip: str
+    weights: str
     lookup: Lookup | None = None
     fetch: Fetch | None = None
     fetch_first: int = 0  # page of fetch.slots[0]
@@ -123,6 +128,8 @@ class SchedulerHalf:
         self._loads: deque[_PendingLoad] = deque()
         self._failed: OrderedDict[bytes, float] = OrderedDict()
         self._staged_bytes = 0
+        self._unable = ""
+        self._refused: set[str] = set()  # weights of which a rank has loaded others
         self._plan = Plan(digest, 1)
         self._steps: dict[int, _Step] = defaultdict(_Step)
         self._next_op = 0
@@ -137,10 +144,13 @@ class SchedulerHalf:
         seed: bytes = b"",
         extras: Mapping[int, bytes] | None = None,
         skip: str = "",
+        weights: str = "",
     ) -> None:
         """A request came in with these prompt tokens. `seed` starts its page hashes, `extras` go into the input of single pages (page
-        index -> bytes), `skip` says in one word why it does not use the cache at all ('' if it does)."""
-        request = _Request(request_id, PageHasher(self._page, seed), len(tokens), skip)
+        index -> bytes), `skip` says in one word why it does not use the cache at all ('' if it does). `weights` names what the engine must
+        have loaded beside the model's own weights for the hashes to be true; the workers check it."""
+        skip = skip or ("worker_unable" if self._unable else "other_weights" if weights in self._refused else "")
+        request = _Request(request_id, PageHasher(self._page, seed), len(tokens), skip, weights)
         self._requests[request_id] = request
         self.counters["requests"] += 1
         if skip:
@@ -168,6 +178,9 @@ class SchedulerHalf:
         if request.blind:
             request.blind = False
             return None
+        if self._barred(request):
+            self._drop_fetch(request)
+            return 0
         request.local = local_tokens
         fetch = request.fetch
         if fetch is not None and (self._lost(fetch) or request.fetch_first * self._page > local_tokens):
@@ -179,12 +192,15 @@ class SchedulerHalf:
         if not fetch.done and not fetch.expired(self._clock()):
             return None
         staged = len(fetch.slots)
-        if fetch.done and not fetch.failed and staged * self._slot_bytes < request.reserved:
-            request.proven = request.fetch_first + staged
-        end = min((request.fetch_first + staged) * self._page, total_tokens - 1)
+        # What was staged before somebody else's load of it failed is the same dead copy.
+        usable = self._before_failed(request.hasher.hashes[request.fetch_first : request.fetch_first + staged])
+        if usable < staged or (fetch.done and not fetch.failed and staged * self._slot_bytes < request.reserved):
+            request.proven = request.fetch_first + usable
+        end = min((request.fetch_first + usable) * self._page, total_tokens - 1)
         if end > local_tokens:
             return end - local_tokens
-        self.counters["timeouts" if fetch.failed or not fetch.done else "misses"] += 1
+        reason = "failed_keys_avoided" if usable < staged else "timeouts" if fetch.failed or not fetch.done else "misses"
+        self.counters[reason] += 1
         self._give_up(request)
         return 0
 
@@ -201,8 +217,18 @@ class SchedulerHalf:
             request.blind = bool(request.waiting_since) and now - request.waiting_since < ADMISSION_S and self._room() < self._slot_bytes
         return request.blind
 
+    def _barred(self, request: _Request) -> bool:
+        return bool(self._unable) or request.weights in self._refused
+
     def _room(self) -> int:
         return (self._window_bytes or self._client.dram_bytes // 2) - self._staged_bytes
+
+    def _before_failed(self, hashes: Sequence[bytes]) -> int:
+        """How many of these pages come before the first one whose load failed of late."""
+        if not self._failed:
+            return len(hashes)
+        now = self._clock()
+        return next((i for i, page_hash in enumerate(hashes) if self._failed.get(page_hash, 0.0) > now), len(hashes))
 
     def _lost(self, fetch: Fetch) -> bool:
         return (fetch.epoch, fetch.generation) != (self._client.epoch, self._client.generation)
@@ -214,12 +240,9 @@ class SchedulerHalf:
         first = request.local // self._page
         last = min(len(request.hasher.hashes), -(-(total_tokens - 1) // self._page))
         hashes = request.hasher.hashes[first:last]
-        if self._failed:
-            for i, page_hash in enumerate(hashes):
-                if self._failed.get(page_hash, 0.0) > now:
-                    hashes = hashes[:i]
-                    self.counters["failed_keys_avoided"] += 1
-                    break
+        if (usable := self._before_failed(hashes)) < len(hashes):
+            hashes = hashes[:usable]
+            self.counters["failed_keys_avoided"] += 1
         if not hashes:
             return 0
         if not self._client.ready:
@@ -332,6 +355,7 @@ class SchedulerHalf:
                     last_token=end,
                     first_block=first_block,
                     block_ids=pending.table[first_block:last_block],
+                    weights=request.weights,
                 )
                 plan.loads.append(load)
                 self._steps[plan.step].loads.append(load)
@@ -345,6 +369,8 @@ class SchedulerHalf:
     def _plan_saves(self, request: _Request, last: int, table: list[int]) -> list[Save]:
         """Saves for the pages [mark, last) that are not stored yet, as far as there are slots; the mark moves behind what was planned."""
         saves: list[Save] = []
+        if self._barred(request):
+            return saves
         last = min(last, len(request.hasher.hashes), len(table) * self._block // self._page)
         while request.mark < last:
             begin, end = request.stored
@@ -368,6 +394,7 @@ class SchedulerHalf:
                     slots=granted.slots,
                     first_block=first_block,
                     block_ids=table[first_block:last_block],
+                    weights=request.weights,
                 )
             )
             self._steps[self._plan.step].saves.append(
@@ -408,6 +435,11 @@ class SchedulerHalf:
 
     def output(self, report: Report | None, invalid_blocks: Collection[int]) -> None:
         """A step was executed by all ranks, and these blocks were not loaded. Commits what it saved, ends the leases it read last."""
+        if report is not None and report.unable and not self._unable:
+            self._unable = report.unable
+            log.error("a worker copies nothing, so the engine runs without the cache: %s", report.unable)
+        if report is not None:
+            self._refused |= report.refused
         if report is None:
             return
         # Steps are executed in order: an older step without a report will get none, and nobody writes to its slots any more.

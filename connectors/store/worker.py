@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 
@@ -24,7 +25,7 @@ log = logging.getLogger("mooncake_kv.worker")
 class WorkerHalf:
     """One rank. `view` is bound to this rank's rectangle of the page; `writes` is False on all but the lowest rank of a group that holds
     the same heads (MLA, TP > KV heads): such a rank reports its saves as done without copying. `verify` checks every page against its
-    checksum before it is copied in."""
+    checksum before it is copied in. `lacks(weights)`: has the engine loaded other weights than a load or save stands for?"""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class WorkerHalf:
         block_tokens: int,
         writes: bool = True,
         verify: bool = True,
+        lacks: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._client = client
@@ -44,6 +46,7 @@ class WorkerHalf:
         self._block = block_tokens
         self._writes = writes
         self._verify = verify
+        self._lacks = lacks
         self._last_error = 0.0
 
     def load(self, plan: Plan, report: Report) -> set[int]:
@@ -53,7 +56,7 @@ class WorkerHalf:
         for load in plan.loads:
             begin = time.perf_counter()
             try:
-                good = self._load(load, plan.digest)
+                good = 0 if self._refuses(load, report) else self._load(load, plan.digest)
             except Exception as error:  # a fault at run time ends in recomputing, whatever it was
                 self._complain("load", error)
                 good = 0
@@ -79,7 +82,7 @@ class WorkerHalf:
         for save in saves:
             begin = time.perf_counter()
             try:
-                done = not self._writes or self._save(save)
+                done = not self._refuses(save, report) and (not self._writes or self._save(save))
             except Exception as error:
                 self._complain("save", error)
                 done = False
@@ -89,6 +92,12 @@ class WorkerHalf:
             else:
                 self.counters["failed_saves"] += 1
             self.counters["save_us"] += int((time.perf_counter() - begin) * 1e6)
+
+    def _refuses(self, copy: Load | Save, report: Report) -> bool:
+        if not copy.weights or not self._lacks(copy.weights):
+            return False
+        report.refused.add(copy.weights)
+        return True
 
     def _load(self, load: Load, digest: str) -> int:
         """Number of leading pages that were copied in."""

@@ -130,5 +130,12 @@ def test_an_fp8_cache(runtime_dir: Path, tmp_path: Path) -> None:
         error = (rounded[0] - exact[0]).norm() / exact[0].norm()
         assert 0 < error < limit, f"{dtype}: {error}"
     if torch.cpu._is_amx_tile_supported():
-        assert "amx" in refusal(tmp_path / "amx", model, kv_cache_dtype="fp8")
-        answers_without_cache(tmp_path / "disabled", model, kv_cache_dtype="fp8")
+        assert "amx" in refusal(tmp_path / "amx", model, kv_cache_dtype="fp8_e4m3")
+        # Only the worker sees that, and the node has the pages: one load is tried in vain, then the scheduler knows.
+        with Engine(model, tmp_path / "disabled", settings=DISABLE, in_process=True, kv_cache_dtype="fp8_e4m3") as engine:
+            engine.generate(ids, 1)
+            assert hit(engine, ids) == hit(engine, ids) == 0
+            numbers = engine.metrics()
+        assert sum(v for k, v in numbers.items() if "mooncake_kv_failures_total" in k and 'what="load"' in k) == 1
+        assert sum(v for k, v in numbers.items() if "mooncake_kv_no_load_total" in k and 'reason="worker_unable"' in k) == 2
+        assert (tmp_path / "disabled").read_text().count("a worker copies nothing") == 1

@@ -71,6 +71,38 @@ def test_an_adapter_overwritten_while_it_is_loaded(engine: Engine, tmp_path: Pat
     assert stored(engine, ids, lora=fresh)
 
 
+def test_an_adapter_overwritten_between_its_load_and_the_first_request(engine: Engine, tmp_path: Path) -> None:
+    """The first request finds the new files; its KV is computed with the old weights."""
+    ids, text = random_ids(400, 57), random_ids(400, 58)
+    folder = adapter(tmp_path / "adapter", generated_llama(), seed=6)
+    early = {"lora_name": "early", "lora_int_id": 31, "lora_path": str(folder)}
+    assert engine.call("tests.engines.vllm_calls:load_adapter", **early)
+    adapter(folder, generated_llama(), seed=7)
+    before = no_load(engine, "other_weights")
+    assert engine.generate(ids, 1, lora=early).cached == 0
+    assert hit(engine, text, lora=early) == 0
+    assert no_load(engine, "other_weights") == before + 1
+    fresh = {"lora_name": "late", "lora_int_id": 32, "lora_path": str(folder)}
+    assert hit(engine, ids, lora=fresh) == 0, "what was computed with the old weights is not found by those who load the new ones"
+    assert stored(engine, ids, lora=fresh)
+    # The same pages, wanted by the request that still runs on the old weights.
+    assert hit(engine, ids, lora=early) == 0
+
+
+def test_a_name_that_comes_to_stand_for_other_weights(engine: Engine, tmp_path: Path) -> None:
+    """vLLM finds blocks in its own prefix cache by an adapter's name and path; what lies above old ones is not stored."""
+    ids = random_ids(400, 59)
+    folder = adapter(tmp_path / "adapter", generated_llama(), seed=8)
+    first = {"lora_name": "reused", "lora_int_id": 33, "lora_path": str(folder)}
+    assert stored(engine, ids, lora=first)
+    adapter(folder, generated_llama(), seed=9)
+    second = {**first, "lora_int_id": 34}
+    longer = ids + random_ids(200, 60)
+    assert (engine.generate(longer, 1, lora=second).cached or 0) > 0, "vLLM's own hit, on blocks of the old weights"
+    fresh = {"lora_name": "another", "lora_int_id": 35, "lora_path": str(folder)}
+    assert hit(engine, longer, lora=fresh) == 0
+
+
 # ---- embeddings ------------------------------------------------------------------------------------------------------------------------
 
 
@@ -134,8 +166,9 @@ def test_images_with_the_same_placeholders_do_not_mix(seeing: Engine) -> None:
     assert look(seeing, 1) == pages
 
 
-def test_an_image_under_a_name_of_the_clients_choice_is_served_without_the_cache(seeing: Engine) -> None:
+@pytest.mark.parametrize("uuid", ["picture-1", "ab" * 32, "content-" + "ab" * 32], ids=["name", "hash", "marked hash"])
+def test_an_image_under_a_name_of_the_clients_choice_is_served_without_the_cache(seeing: Engine, uuid: str) -> None:
     before = no_load(seeing, "media_without_hash")
-    assert look(seeing, 3, uuid="picture-1") == 0
-    assert look(seeing, 4, uuid="picture-1") == 0
+    assert look(seeing, 3, uuid=uuid) == 0
+    assert look(seeing, 4, uuid=uuid) == 0
     assert no_load(seeing, "media_without_hash") == before + 2

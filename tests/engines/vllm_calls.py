@@ -53,6 +53,13 @@ def _ask(llm: Any, prompt: Any) -> dict[str, Any]:
     return {"cached": answer.num_cached_tokens, "output": ids, "prompt": len(answer.prompt_token_ids or ())}
 
 
+def load_adapter(llm: Any, *, lora_name: str, lora_int_id: int, lora_path: str, load_inplace: bool = False) -> bool:
+    """What the server does for `/v1/load_lora_adapter` and `--lora-modules`: load it before there is a request."""
+    from vllm.lora.request import LoRARequest
+
+    return bool(llm.llm_engine.add_lora(LoRARequest(lora_name, lora_int_id, lora_path, load_inplace=load_inplace)))
+
+
 def writers(llm: Any) -> list[bool]:
     """For each worker: does it write pages?"""
     return [bool(writes) for writes in llm.collective_rpc(_writes)]

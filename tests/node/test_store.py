@@ -71,8 +71,8 @@ class Rig:
         until(lambda: all(c.ready for c in self.clients))
         until(lambda: scheduler.counters()["credits"] > 0 and all(w.counters()["mapped_bytes"] for w in workers))
 
-    def ask(self, name: str, tokens: list[int]) -> int:
-        self.half.arrive(name, tokens)
+    def ask(self, name: str, tokens: list[int], weights: str = "") -> int:
+        self.half.arrive(name, tokens, weights=weights)
         found: list[int | None] = [None]
 
         def asked() -> bool:
@@ -206,6 +206,22 @@ def test_a_page_that_one_rank_did_not_copy_is_never_seen(rig: Rig) -> None:
         merged.merge(report)
     rig.half.output(merged, set())
     until(lambda: rig.stored(tokens) == 3)
+
+
+def test_a_rank_with_another_adapter_loads_and_saves_nothing_of_it(rig: Rig) -> None:
+    tokens = prompt(300, 6)
+    rig.ask("a", tokens, weights="1:f")
+    rig.ranks[1].half._lacks = lambda weights: weights == "1:f"
+    rig.run("a", tokens, list(range(10)), 0)
+    assert rig.stored(tokens) == 0
+    plain = rig.ask("plain", tokens)
+    rig.run("plain", tokens, list(range(10)), plain)
+    until(lambda: rig.stored(tokens) == 4)
+    assert rig.ask("b", tokens, weights="1:f") == 0, "known by now"
+    rig.half._refused.clear()
+    assert rig.ask("c", tokens, weights="1:f") == 256
+    assert rig.run("c", tokens, list(range(20, 30)), 256) == set(range(20, 28))
+    assert rig.half._refused == {"1:f"}
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -58,7 +58,7 @@ def settle() -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SETTLED_NS", 30_000_000)
+    monkeypatch.setattr(module, "SETTLED_NS", 30_000_000)
 
 
 def patch_file(path: Path, place: int, *, keep_times: bool = False) -> None:
