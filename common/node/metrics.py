@@ -11,6 +11,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, start_http_server
@@ -21,7 +22,7 @@ log = logging.getLogger("mooncake_kv.node")
 
 LOOKUP_BOUNDS_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.02, 0.1)
 SCRAPE_S = 1.0
-Stats = dict[str, int | float | str]
+Stats = dict[str, Any]
 
 
 class Counters(msgspec.Struct):
@@ -34,6 +35,8 @@ class Counters(msgspec.Struct):
     pages_staged: int = 0
     pages_missed: int = 0
     bytes_staged: int = 0
+    # Fetches that ended at their deadline.
+    fetches_cut: int = 0
     bytes_verified: int = 0
     # Pages whose bytes did not match their trailer.
     pages_bad: int = 0

@@ -7,8 +7,13 @@ setting that a later client gave explicitly and that differs, the key, both valu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from ..config import NODE_KEYS, CacheConfig, load_config
+from ..errors import ConfigError
+from ..tiers.link import TierSpec
+from .paths import check_folder
 
 DEFAULT = "default"
 Setting = int | float | str | bool
@@ -23,8 +28,32 @@ class NodeSettings:
         self.idle_exit_s = config.idle_exit_s
         self.metrics_host = config.metrics_host
         self.metrics_port = config.metrics_port
+        self.ssd_path = config.ssd_path
+        self.ssd_size = config.ssd_size
         self.values: dict[str, Setting] = config.node_settings()
         self.sources = {key: sources.get(key, DEFAULT) for key in NODE_KEYS}
+
+    def tiers(self) -> list[TierSpec]:
+        """The slow tiers, in the order in which they are asked."""
+        specs = []
+        if self.ssd_path:
+            everything = frozenset({"", "second_use", "prefix_end"})
+            settings: dict[str, Setting] = {"ssd_path": self.ssd_path, "ssd_size": self.ssd_size}
+            specs.append(TierSpec("ssd", settings, everything, touches=True, awaited=True))
+        return specs
+
+    def prepare_folders(self) -> None:
+        """Make the SSD tier's folder where it is missing, and check it. Raises ConfigError where it cannot be used."""
+        if not self.ssd_path:
+            return
+        folder = Path(self.ssd_path)
+        source = f"ssd_path is {self.ssd_path!r} ({self.sources['ssd_path']})"
+        try:
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            check_folder(folder, source)
+        except OSError as error:
+            raise ConfigError(f"{source}: {error.strerror}") from None
 
     def conflicts(self, theirs: Mapping[str, Setting], sources: Mapping[str, str]) -> list[str]:
         """One sentence for each setting in which a client's wish differs. Its defaults are no wishes."""
