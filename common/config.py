@@ -206,9 +206,9 @@ def _address(value: object) -> str:
 
 
 def _folder(value: object) -> str:
-    """An absolute path; `~` is the home of the user who reads this. '' for none."""
-    text = os.path.expanduser(value) if isinstance(value, str) and value.isprintable() and len(value) <= 1024 else None
-    if text is None or (text and (not text.startswith("/") or ".." in text.split("/") or not text.strip("/"))):
+    """An absolute path; `~` is the home of the user who reads this."""
+    text = os.path.expanduser(value) if isinstance(value, str) and value.isprintable() and len(value) <= 1024 else ""
+    if not text.startswith("/") or ".." in text.split("/") or not text.strip("/"):
         raise ValueError("it must be an absolute path of a folder without '..', or begin with '~'")
     return text.rstrip("/")
 
