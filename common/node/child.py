@@ -71,8 +71,8 @@ class Child:
         """Hang up and end the process at once. `dead` is called, in the event loop, when it touches nothing any more: a process that the
         kernel is doing I/O for outlives its SIGKILL."""
         self.hang_up()
+        handle = os.pidfd_open(self.pid)  # also of one that is dead, as nobody has waited for it
         self.process.kill()
-        handle = os.pidfd_open(self.pid)
 
         def gone() -> None:
             self._loop.remove_reader(handle)

@@ -65,7 +65,7 @@ class NodeSettings:
 
 
 def node_settings(given: Mapping[str, object], sources: Mapping[str, str]) -> NodeSettings:
-    """Settings from the node's command line. Raises ConfigError for unknown keys and values out of range. A client spells a text that nobody
-    gave as an empty one."""
+    """Settings from the node's command line. Raises ConfigError for unknown keys and values out of range. A client spells a text that
+    nobody gave as an empty one."""
     config = load_config({key: value for key, value in given.items() if value != ""}, flag_source="the node's command line", environ={})
     return NodeSettings(config, {key: sources.get(key, config.sources.get(key, DEFAULT)) for key in NODE_KEYS})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +38,10 @@ def connect(node: NodeProcess, credits: int = 8, **arguments: object) -> WireCli
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    found = []
+    for top, _, names in os.walk(folder):  # folders may vanish meanwhile
+        found += [Path(top, name) for name in names]
+    return sorted(found)
 
 
 def store(client: WireClient, *prefixes: list[bytes]) -> None:

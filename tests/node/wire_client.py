@@ -148,6 +148,7 @@ class WireClient:
     # ---- frames
 
     def send(self, message: protocol.Message) -> None:
+        self.sock.settimeout(WAIT_S)
         self.sock.sendall(protocol.frame(message))
 
     def send_raw(self, data: bytes) -> None:
