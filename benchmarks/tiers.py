@@ -65,11 +65,12 @@ class Writer(Client):
                 noise = int(np.random.default_rng(slot).integers(0, len(self._noise) - self.slot_bytes))
                 self._memory[slot >> protocol.SLOT_SHIFT][offset : offset + self.slot_bytes] = self._noise[noise : noise + self.slot_bytes]
             self.send(protocol.Commit(part, slots))
-            self.settle_writes(limit_bytes)
+            settle_writes(self, limit_bytes)
 
-    def settle_writes(self, limit_bytes: int) -> None:
-        while (stats := self.stats())["sealing"] or stats["tiers"]["ssd"]["queued_bytes"] > limit_bytes:
-            time.sleep(0.002)
+
+def settle_writes(client: Client, limit_bytes: int, pause_s: float = 0.002) -> None:
+    while (stats := client.stats())["sealing"] or stats["tiers"]["ssd"]["queued_bytes"] > limit_bytes:
+        time.sleep(pause_s)
 
 
 def forget(paths: list[Path]) -> None:
@@ -105,7 +106,7 @@ def measure_reads(folder: Path, rounds: int) -> dict[str, Any]:
         for side in prompts:
             for prompt in side:
                 client.write(prompt, 64 << 20)
-        client.settle_writes(0)
+        settle_writes(client, 0)
         size = PROMPTS * PROMPT_PAGES * client.slot_bytes
         plain = folder / "plain"
         with plain.open("wb") as file:
@@ -145,7 +146,7 @@ def measure_reads(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def load(node: Path) -> None:
-    """Stores pages until standard input ends. Runs in a process of its own."""
+    """Stores pages as fast as they are written, until standard input ends. Runs in a process of its own."""
     client = Client(node, SMOLLM2, "load")
     client.send(protocol.Want(128))
     print("ready", flush=True)
@@ -156,6 +157,7 @@ def load(node: Path) -> None:
         pages = hashes(f"load{number}", 64)
         client.lookup(pages)
         client.store(pages)
+        settle_writes(client, 100 << 20, 0.01)
         number += 1
 
 

@@ -13,7 +13,7 @@ from tests.node.wire_client import NodeProcess, WireClient, chain, running_node,
 
 SLOT = 8192
 SLOTS = 128  # of the 1 MiB arena
-FILE = 4096 + 64  # bytes of an object
+FILE = 8192  # bytes of an object with its trailer, in whole blocks
 
 
 def arguments(folder: Path, size: str = "64mb", dram: str = "1mb") -> list[str]:
@@ -45,11 +45,11 @@ def files(folder: Path) -> list[Path]:
 
 
 def store(client: WireClient, *prefixes: list[bytes]) -> None:
-    """Slowly enough for the queue of the disk, which has room for 16 pages."""
+    """Slowly enough for the queue of the disk, which has room for 16 small pages."""
     for prefix in prefixes:
         client.lookup(prefix)
-        for i in range(0, len(prefix), 8):
-            client.store(prefix[i : i + 8])
+        for i in range(0, len(prefix), 4):
+            client.store(prefix[i : i + 4])
             client.written()
 
 

@@ -221,7 +221,7 @@ def test_a_file_that_cannot_be_read_whole_ends_the_run(folder: Path, damage: str
     write(tier, pages)
     (bad,) = folder.rglob(f"{pages[6].hex()}.L2*")
     if damage == "cut":
-        os.truncate(bad, bad.stat().st_size - 1)
+        os.truncate(bad, 4096)
     elif damage == "empty":
         os.truncate(bad, 0)
     else:
