@@ -164,9 +164,7 @@ class NodeClient:
         link = self._link
         handle = Fetch(next(self._numbers), link.epoch, link.generation, self._timeout_s, self._deadline_ms / 1e3)
         joined = _join(hashes)
-        message = protocol.Fetch(
-            request=handle.request, hashes=joined, limit_bytes=limit_bytes, check=check, deadline_ms=self._deadline_ms
-        )
+        message = protocol.Fetch(request=handle.request, hashes=joined, limit_bytes=limit_bytes, check=check, deadline_ms=self._deadline_ms)
         return handle if self._ask(link, handle, message, len(joined)) else None
 
     def release(self, fetch: Fetch) -> None:

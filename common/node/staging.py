@@ -2,7 +2,8 @@
 
 Promises:
 - A page is reported as staged only after its trailers matched while it was leased, unless it was in memory and the fetch says that its
-  reader checks it; pages are reported in order and at most once, with the tier they came from. One that does not match is dropped at once, counted, and ends the run.
+  reader checks it; pages are reported in order and at most once, with the tier they came from. One that does not match is dropped at once,
+  counted, and ends the run.
 - While the helper works on a page, a lease of its own keeps the slot where it is, whatever clients do.
 - Fetches take turns: each has at most BATCHES_IN_FLIGHT batches of BATCH_BYTES in the queues of helper and tiers.
 - What a fetch reads goes into slots that were free or hold pages nobody has leased. A fetch that ends early, for whatever reason, keeps

@@ -295,7 +295,7 @@ class WireClient:
 
     def start_fetch(self, hashes: list[bytes], limit: int = 0, deadline_ms: int = 0) -> int:
         request = self.next_request()
-        self.send(protocol.Fetch(request, b"".join(hashes), limit, deadline_ms))
+        self.send(protocol.Fetch(request, b"".join(hashes), limit, deadline_ms=deadline_ms))
         return request
 
     def finish_fetch(self, request: int) -> list[int]:
