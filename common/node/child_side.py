@@ -62,11 +62,16 @@ class Extents:
     def __init__(self) -> None:
         self._memory: dict[int, np.ndarray] = {}
 
-    def map(self, extent: int, size: int, fd: int) -> None:
+    def map(self, extent: int, size: int, fd: int) -> int:
+        """Returns the address of its first byte."""
         mapping = mmap.mmap(fd, size)
         mapping.madvise(mmap.MADV_DONTDUMP)
         # Unmapped with its last view.
         self._memory[extent] = np.frombuffer(mapping, np.uint8)
+        return self.address(extent)
+
+    def address(self, extent: int) -> int:
+        return self._memory[extent].ctypes.data
 
     def unmap(self, extent: int) -> None:
         del self._memory[extent]

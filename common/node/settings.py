@@ -38,8 +38,7 @@ class NodeSettings:
         specs = []
         if self.ssd_path:
             everything = frozenset({"", "second_use", "prefix_end"})
-            settings: dict[str, Setting] = {"ssd_path": self.ssd_path, "ssd_size": self.ssd_size}
-            specs.append(TierSpec("ssd", settings, everything, touches=True, awaited=True))
+            specs.append(TierSpec("ssd", lambda: {"path": self.ssd_path, "bytes": self.ssd_size}, everything, touches=True, awaited=True))
         return specs
 
     def prepare_folders(self) -> None:

@@ -1,7 +1,8 @@
 """What a slow tier (SSD, pool) does. It lives in a process of its own, because native calls may crash or hang.
 
 Promises to whoever writes a tier: calls come from several threads at once, only for namespaces that `add_space` has announced, and with
-slots that nobody else writes to until the call returns. What `read` has brought is checked by the caller before anybody sees it.
+slots that nobody else writes to until the call returns. What `read` has brought is checked by the caller before anybody sees it. Slots lie
+in memory that `add_memory` has announced, until `drop_memory`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class TierDown(Exception):
 
 
 class Tier(Protocol):
-    """Any call may raise TierDown. Page hashes have 32 bytes, digests 32 hex digits; slots are uint8 [layout.slot_bytes]."""
+    """`add_memory`, `drop_memory` and `touch` need not be there. Any call may raise TierDown. Page hashes have 32 bytes, digests 32 hex
+    digits; slots are uint8 [layout.slot_bytes]."""
 
     name: str
 
@@ -42,9 +44,6 @@ class Tier(Protocol):
     def bad(self, digest: str, hashes: Sequence[bytes]) -> None:
         """These pages were read and did not match: remove them, or do not offer them again."""
 
-    def touch(self, digest: str, hashes: Sequence[bytes]) -> None:
-        """These pages of one prefix are in use, though in memory: keep them. Not every tier cares."""
-
     def drop(self, digest: str) -> None:
         """Forget a namespace, as far as the tier can."""
 
@@ -53,6 +52,23 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Leave tidily, within a second."""
+
+
+class RegistersMemory(Protocol):
+    """A tier that wants to know where slots lie."""
+
+    def add_memory(self, address: int, size: int) -> None:
+        """Slots may lie in these bytes from now on."""
+
+    def drop_memory(self, address: int) -> None:
+        """No slot lies there any more; the bytes are about to be unmapped."""
+
+
+class NoticesUse(Protocol):
+    """A tier that keeps what is in use."""
+
+    def touch(self, digest: str, hashes: Sequence[bytes]) -> None:
+        """These pages of one prefix are in use, though in memory: keep them."""
 
 
 # Where `open_tier(settings) -> Tier` is, by name of the tier.

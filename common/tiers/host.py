@@ -17,13 +17,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import cast
 
+from ..errors import ConfigError
 from ..identity import KVNamespace
 from ..node import child_side
 from ..node.child_side import Extents, Map, Space, Unmap
 from ..node.protocol import unpack_hashes
 from ..page import PageLayout
-from .base import Stats, Tier, TierDown, open_tier
+from .base import NoticesUse, RegistersMemory, Stats, Tier, TierDown, open_tier
 from .messages import Open, Opened, Report, Result, TierJob, Touch, decode_to_tier
 
 NICE = 10
@@ -107,9 +109,13 @@ class Host:
         elif isinstance(message, Touch):
             self._write.submit(self._touch, message)
         elif isinstance(message, Map):
-            self._extents.map(message.extent, message.size, fds[0])
+            address = self._extents.map(message.extent, message.size, fds[0])
             os.close(fds[0])
+            if hasattr(self._tier, "add_memory"):
+                cast(RegistersMemory, self._tier).add_memory(address, message.size)
         elif isinstance(message, Unmap):
+            if hasattr(self._tier, "drop_memory"):
+                cast(RegistersMemory, self._tier).drop_memory(self._extents.address(message.extent))
             self._extents.unmap(message.extent)
         elif isinstance(message, Space):
             if message.digest not in self._layouts:
@@ -127,7 +133,7 @@ class Host:
     def _open(self, message: Open) -> None:
         try:
             self._tier = open_tier(message.tier, message.settings)
-        except TierDown as down:
+        except (TierDown, ConfigError) as down:
             child_side.send(self._sock, Opened(str(down)))
             return
         child_side.send(self._sock, Opened())
@@ -182,7 +188,7 @@ class Host:
     def _touch(self, message: Touch) -> None:
         # Whatever is wrong with the tier, the next job tells.
         with suppress(TierDown):
-            self._opened.touch(message.digest, unpack_hashes(message.hashes))
+            cast(NoticesUse, self._opened).touch(message.digest, unpack_hashes(message.hashes))
 
     def _report(self) -> None:
         last: Stats = {}

@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
+from ..errors import ConfigError
 from ..node import child_side
 from ..node.child import Child
-from .base import Stats
+from .base import Stats, TierDown
 from .messages import MAX_HASHES, Kind, Open, Opened, Report, Result, TierJob, Touch, decode_from_tier
 
 log = logging.getLogger("mooncake_kv.tiers")
@@ -46,11 +50,12 @@ Safe = Callable[[], object]
 
 @dataclass(frozen=True)
 class TierSpec:
-    """What the node has to know about a tier. `writes`: why a page is written to it (see base.Why); `touches`: whether it cares what is in
-    use in memory; `awaited`: whether the node waits for it when it starts. Deadlines are seconds."""
+    """What the node has to know about a tier. `prepare` returns what `open_tier` gets, anew for each process; it may block, runs in a
+    thread, and may raise TierDown or ConfigError. `writes`: why a page is written to it (see base.Why); `touches`: whether it cares what is
+    in use in memory; `awaited`: whether the node waits for it when it starts. Deadlines are seconds."""
 
     name: str
-    settings: dict[str, int | float | str | bool]
+    prepare: Callable[[], Mapping[str, Any]]
     writes: frozenset[str]
     touches: bool = False
     awaited: bool = False
@@ -119,6 +124,7 @@ class TierLink:
         self._running: dict[str, int] = dict.fromkeys(IN_FLIGHT, 0)
         self._jobs: dict[int, _Job] = {}
         self._next = 0
+        self._attempt = 0
         self._dropping: set[str] = set()
         self._failures = 0
         self._up_since = 0.0
@@ -289,6 +295,33 @@ class TierLink:
     def _start(self) -> None:
         self._retry = None
         self.state = "starting"
+        self._drop_again()
+        self._open_deadline = time.monotonic() + self.spec.open_s
+        self._watch()
+        self._attempt += 1
+        # Not one of the loop's own threads, for whose end the loop would wait.
+        threading.Thread(target=self._prepare, args=(self._attempt,), name=f"open-{self.name}", daemon=True).start()
+
+    def _prepare(self, attempt: int) -> None:
+        """In a thread of its own."""
+        settings: Mapping[str, Any] = {}
+        down = ""
+        try:
+            settings = self.spec.prepare()
+        except (TierDown, ConfigError) as error:
+            down = str(error)
+        except Exception as error:
+            log.exception("a bug: tier %s could not be prepared", self.name)
+            down = repr(error)
+        with suppress(RuntimeError):  # the loop is closed: the node has left
+            self._loop.call_soon_threadsafe(self._prepared, attempt, dict(settings), down)
+
+    def _prepared(self, attempt: int, settings: dict[str, Any], down: str) -> None:
+        if self._closed or self.state != "starting" or attempt != self._attempt:
+            return
+        if down:
+            self._lose(down)
+            return
         self._counts["processes_started"] += 1
         try:
             child = Child(self._loop, MODULE, receive=self._received, ended=lambda: self._lose("its process has died"))
@@ -297,13 +330,11 @@ class TierLink:
             return
         self._child = child
         self._open_deadline = time.monotonic() + self.spec.open_s
-        self._drop_again()
-        self._say(Open(self.name, self.spec.settings))
+        self._say(Open(self.name, settings))
         for digest, encoded in self._spaces():
             self.add_space(digest, encoded)
         for number, size, fd in self._extents():
             self.map(number, size, fd)
-        self._watch()
 
     def _up(self) -> None:
         self.state, self.reason = "up", ""
@@ -400,12 +431,10 @@ class TierLink:
             self._open_deadline += stalled
             for job in (*self._jobs.values(), *waiting):
                 job.deadline += stalled
-        elif self._child is not None:
-            late = next((job for job in self._jobs.values() if job.deadline < now), None)
-            if late is not None:
-                self._lose(f"it has not answered a {late.message.kind} for {now - late.sent:.1f} s")
-            elif self.state == "starting" and self._open_deadline < now:
-                self._lose(f"it has not opened within {self.spec.open_s:g} s")
+        elif late := next((job for job in self._jobs.values() if job.deadline < now), None):
+            self._lose(f"it has not answered a {late.message.kind} for {now - late.sent:.1f} s")
+        elif self.state == "starting" and self._open_deadline < now:
+            self._lose(f"it has not opened within {self.spec.open_s:g} s")
         for name, queue in self._waiting.items():
             kept = deque(job for job in queue if job.deadline >= now)
             for job in queue:

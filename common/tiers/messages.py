@@ -5,7 +5,7 @@ Promise: every job is answered once by a Result. The other messages to a tier ha
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,7 +21,7 @@ class Open(Message, tag=True):
     """First message: which tier this process is, and its settings. Answered with Opened."""
 
     tier: str
-    settings: dict[str, int | float | str | bool]
+    settings: dict[str, Any]
 
 
 class TierJob(Message, tag=True, kw_only=True):

@@ -391,7 +391,7 @@ class SsdTier:
 
 
 def open_tier(settings: Mapping[str, Any]) -> SsdTier:
-    return SsdTier(Path(settings["ssd_path"]), settings["ssd_size"])
+    return SsdTier(Path(settings["path"]), settings["bytes"])
 
 
 def _file_bytes(spec: ObjectSpec) -> int:
