@@ -62,7 +62,7 @@ class TierSpec:
     open_s: float = 10.0
     leading_s: float = 1.0
     read_s: float = 5.0
-    write_s: float = 30.0
+    write_s: float = 15.0
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ import pytest
 from mooncake_kv.common.node import protocol
 from mooncake_kv.common.node.paths import node_paths
 from tests.node.test_tiers_ssd import SLOT, SLOTS, arguments, connect, files, store
-from tests.node.wire_client import WAIT_S, NodeProcess, WireClient, chain, running_node
+from tests.node.wire_client import WAIT_S, NodeProcess, WireClient, chain, running_node, small_namespace
 
 PAGE_ON_DISK = 8192
 
@@ -271,6 +271,33 @@ def test_a_dropped_namespace_stays_away_after_a_restart(runtime_dir: Path, folde
         assert client.lookup(pages) == 10
     with running_node(*arguments(folder)) as node:
         assert connect(node).check(pages, 10) == ["ssd"] * 10
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped", "restarted"])
+def test_what_is_dropped_while_the_tier_is_away_does_not_come_back(runtime_dir: Path, folder: Path, fault: str) -> None:
+    pages, kept = chain("p", 30), chain("kept", 10)
+    with running_node(*arguments(folder)) as node:
+        client = connect(node)
+        on_disk(client, pages)
+        tier = client.tier()["pid"]
+        os.kill(tier, signal.SIGSTOP if fault == "stopped" else signal.SIGKILL)
+        if fault == "killed":
+            client.until(lambda: client.tier()["state"] == "down")
+        client.send(protocol.Drop(client.next_request()))
+        client.wait_for(protocol.Done)
+        assert client.lookup(pages) == 0 and client.fetch(pages)[1] == []
+        client.store(kept)  # after the drop, so it stays
+        other = WireClient(node.paths.folder, engine="other", namespace=small_namespace("other"))
+        assert other.lookup(chain("q", 3)) == 0, "something that a stopped tier does not answer"
+        client.until(lambda: client.tier()["outages"] == 1)
+        up(client)
+        assert client.lookup(pages) == 0 and client.fetch(pages)[1] == []
+        client.until(lambda: not any(bytes.fromhex(file.name[:64]) in pages for file in files(folder)))
+        assert client.check(kept, 10) == ["dram"] * 10
+        client.until(lambda: client.written() >= 10)
+    with running_node(*arguments(folder)) as node:
+        client = connect(node)
+        assert client.lookup(pages) == 0 and client.check(kept, 10) == ["ssd"] * 10
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "longer", "swapped", "gone", "folder"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,6 +139,53 @@ def test_a_fetch_larger_than_the_window_gets_what_fits(node: NodeProcess) -> Non
     assert len(slots) == 10
     client.release(request)
     client.until(lambda: client.stats()["leased_pages"] == 0 and client.stats()["reading"] == 0)
+
+
+def test_a_fetch_whose_reader_checks_gets_checked_pages_from_disk(node: NodeProcess) -> None:
+    client = connect(node)
+    pages = chain("p", 20)
+    store(client, pages, chain("flood", SLOTS + 30))
+    request = client.next_request()
+    client.send(protocol.Fetch(request, b"".join(pages), check=False))
+    slots = client.finish_fetch(request)
+    assert client.tiers == ["ssd"] * 20 and all(client.holds(slot, page) for slot, page in zip(slots, pages, strict=True))
+
+
+def test_tiers_in_metrics_and_status(runtime_dir: Path, folder: Path) -> None:
+    with running_node(*arguments(folder), "--metrics-port", "0") as node:
+        client = connect(node)
+        pages = chain("p", 20)
+        store(client, pages, chain("flood", SLOTS + 30))
+        client.check([*pages, *chain("q", 1)], 20)
+        client.until(lambda: client.tier().get("read_pages") == 20)
+        client.until(node.paths.metrics.exists)
+        text = urllib.request.urlopen(f"http://{node.paths.metrics.read_text().strip()}/metrics", timeout=10).read().decode()
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        tier = client.tier()
+        for name, value in {
+            "pages_hit_total": 20,
+            "bytes_hit_total": 20 * SLOT,
+            "tier_pages_read_total": 20,
+            "tier_pages_written_total": tier["pages_written"],
+            "tier_bytes": tier["bytes"],
+            "tier_limit_bytes": 64 << 20,
+            "tier_up": 1,
+            "tier_outages_total": 0,
+        }.items():
+            assert float(values[f'mooncake_kv_node_{name}{{tier="ssd"}}']) == value, name
+        assert float(values['mooncake_kv_node_tier_milliseconds{job="read",quantile="0.5",tier="ssd"}']) > 0
+        assert float(values['mooncake_kv_node_pages_hit_total{tier="dram"}']) == 0
+        command = [str(Path(sys.executable).with_name("mooncake-kv")), "status", "t"]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "160"}).stdout
+        line = next(line for line in shown.splitlines() if " ssd " in line)
+        assert " up " in line and " 20 " in line and "GB/s" in line and "64.0 MiB" in line
+        assert not any("reason" in line or "is not used" in line for line in shown.splitlines())
+        sys.stdout.write(shown)
+        folder.rename(folder.with_name("away"))
+        client.lookup(chain("q", 1))
+        client.until(lambda: client.tier()["state"] == "down")
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "160"}).stdout
+        assert "ssd is not used: the folder" in shown.replace("\n", " ") and "down" in shown
 
 
 def test_two_fetches_read_a_page_once(node: NodeProcess) -> None:
