@@ -214,6 +214,7 @@ class Stager:
             return True
         if reading := space.reads.get(page_hash):
             run.waiting = "page"
+            self._set_out(session, run)
             reading.waiters.append(lambda: self._go_on(session, run))
             # Then ask the same tier again: the page may not have come.
             run.found = 0
@@ -252,7 +253,7 @@ class Stager:
         """The run goes beyond memory: that may take longer, and has a deadline."""
         if run.timer is None:
             run.timer = self._loop.call_later(run.deadline_s or 3600.0, self._expire, session, run)
-            session.send(Staged(run.request, [], False, self._reader.links[run.place].name))
+            session.send(Staged(run.request, [], False, self._reader.links[max(run.place, 0)].name))
 
     def _read(self, session: Session, run: Run) -> bool:
         space, place = session.space, run.place

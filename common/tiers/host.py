@@ -9,6 +9,7 @@ Promises:
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -216,5 +217,6 @@ _CALLS: dict[str, Callable[[Host, Tier, TierJob], Result]] = {
 
 def run(sock: socket.socket) -> None:
     os.umask(0o077)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     sys.setswitchinterval(SWITCH_S)
     Host(sock).run()

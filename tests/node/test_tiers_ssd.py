@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,3 +202,20 @@ def test_two_fetches_read_a_page_once(node: NodeProcess) -> None:
         slots = client.finish_fetch(request)
         assert len(slots) == 40 and all(client.holds(slot, page) for slot, page in zip(slots, pages, strict=True))
     clients[0].until(lambda: clients[0].tier().get("read_pages", 0) == 40)
+
+
+def test_a_fetch_that_waits_for_anothers_page_has_a_deadline_of_its_own(node: NodeProcess) -> None:
+    one, two = (connect(node, engine=f"e{i}", credits=4) for i in range(2))
+    pages = chain("p", 40)
+    store(one, pages, chain("flood", 2 * SLOTS))
+    for client in (one, two):
+        client.wait_mapped(4)
+    os.kill(one.tier()["pid"], signal.SIGSTOP)
+    first = one.start_fetch(pages)
+    one.ping()
+    began = time.monotonic()
+    second = two.start_fetch(pages, deadline_ms=200)
+    assert two.finish_fetch(second) == [] and time.monotonic() - began < 0.8
+    assert one.finish_fetch(first) == []
+    one.until(lambda: one.tier()["state"] == "up")
+    assert two.check(pages, 40) == ["ssd"] * 40
