@@ -70,6 +70,7 @@ class Client:
         self.sock.settimeout(30)
         self.credits: list[int] = []
         self._buffer = bytearray()
+        self._fds: list[int] = []
         self._request = 0
         hello = protocol.Hello(
             major=protocol.MAJOR,
@@ -99,15 +100,18 @@ class Client:
                 if isinstance(message, protocol.Granted):
                     self.credits += message.slots
                 elif isinstance(message, protocol.Extent):
-                    self.send(protocol.Mapped(message.extent))
+                    self.take_extent(message, self._fds.pop(0))
                 if isinstance(message, kind):
                     return message
             data, fds, _, _ = socket.recv_fds(self.sock, 1 << 18, 16)
             if not data:
                 raise ConnectionError("the node has ended the connection")
-            for fd in fds:
-                os.close(fd)
+            self._fds += fds
             self._buffer += data
+
+    def take_extent(self, message: protocol.Extent, fd: int) -> None:
+        os.close(fd)
+        self.send(protocol.Mapped(message.extent))
 
     def number(self) -> int:
         self._request += 1
@@ -152,11 +156,11 @@ class Client:
 
 
 @contextmanager
-def running_node(dram_size: int) -> Iterator[Path]:
+def running_node(dram_size: int, *more: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="mkv-bench-") as top:
         folder = Path(top) / "mooncake-kv" / "bench"
         folder.parent.mkdir(mode=0o700)
-        arguments = ["--folder", str(folder), "--dram-size", str(dram_size), "--metrics-port", "-1"]
+        arguments = ["--folder", str(folder), "--dram-size", str(dram_size), "--metrics-port", "-1", *more]
         process = subprocess.Popen([sys.executable, "-m", "mooncake_kv.common.node", *arguments], stderr=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + 30

@@ -168,12 +168,51 @@ def _print_status(console: Any, about: dict[str, Any]) -> None:
         rows |= {"memory": f"{_mebibytes(stats['arena_bytes'])} of at most {_mebibytes(stats['dram_bytes'])}"}
         rows |= {key: f"{stats[key]:,}" for key in ("pages", "namespaces", "engines", "clients")}
         rows |= {
-            key: _shown(key, value) for key, value in stats.items() if value and key not in (*rows, "name", "arena_bytes", "dram_bytes")
+            key: _shown(key, value)
+            for key, value in stats.items()
+            if value and key not in (*rows, "name", "arena_bytes", "dram_bytes", "tiers")
         }
     table = Table(title=f"Node {about['node']!r}", title_justify="left", show_header=False)
     for key, value in rows.items():
         table.add_row(key, value)
     console.print(table)
+    if about["running"]:
+        _print_tiers(console, stats["tiers"])
+
+
+def _print_tiers(console: Any, tiers: dict[str, dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table(title="Tiers", title_justify="left")
+    for column in ("tier", "state", "pages", "holds", "hit pages", "hit", "read", "written", "not written"):
+        table.add_column(column, justify="left" if column in ("tier", "state") else "right")
+    for name, tier in tiers.items():
+        holds = f"{_mebibytes(tier.get('bytes', 0))} of {_mebibytes(tier.get('limit_bytes', 0))}" if tier.get("limit_bytes") else ""
+        unwritten = tier.get("pages_unwritten", 0) + tier.get("pages_failed", 0)
+        table.add_row(
+            name,
+            tier.get("state", "up"),
+            f"{tier['pages']:,}" if "pages" in tier else "",
+            holds,
+            f"{tier['hit_pages']:,}",
+            _mebibytes(tier["hit_bytes"]),
+            _flow(tier, "read"),
+            _flow(tier, "write"),
+            f"{unwritten:,} pages" if unwritten else "",
+        )
+    console.print(table)
+    for name, tier in tiers.items():
+        if tier.get("reason"):
+            console.print(f"{name} is not used: {tier['reason']}", markup=False)
+
+
+def _flow(tier: dict[str, Any], flow: str) -> str:
+    """Bytes, rate while something was going on, and times of recent jobs."""
+    count, busy = tier.get(f"{flow}_bytes", 0), tier.get(f"{flow}_busy_s", 0)
+    if not count:
+        return ""
+    times = f"{tier[f'{flow}_p50_ms']:.3g} ms, p99 {tier[f'{flow}_p99_ms']:.3g} ms"
+    return f"{_mebibytes(count)}, {count / max(busy, 1e-9) / 1e9:.2f} GB/s\n{times}"
 
 
 def _shown(key: str, value: Any) -> str:

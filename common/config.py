@@ -38,6 +38,7 @@ MIN_EXTENT = 1 << 20
 MAX_EXTENT = 1 << 40
 # Mooncake refuses smaller segments with -600.
 MIN_SEGMENT = 16 << 20
+MIN_SSD = 1 << 20
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +61,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     metrics_port: int = 0
     # A fetch is a miss after so long without a word from the node.
     fetch_timeout_ms: int = 150
+    # A fetch that waits for slower tiers than memory gets what is there after so long.
+    fetch_deadline_ms: int = 2000
     # Tokens of a page. Engines share pages only with equal values.
     page_tokens: int = 64
     # Separates keys; it does not protect them.
@@ -86,6 +89,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_step_bytes: int = 0
     # Free slots held ahead by an engine for saving; 0: automatic.
     credits: int = 0
+    # A folder for pages beyond memory, and how many bytes it may hold; neither: no such tier.
+    ssd_path: str = ""
+    ssd_size: int = 0
     # Mooncake's own names, for the pool. No master: no pool. No hostname: the machine's.
     master_server_address: str = ""
     metadata_server: str = "P2PHANDSHAKE"
@@ -102,7 +108,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         return {key: getattr(self, key) for key in NODE_KEYS}
 
 
-NODE_KEYS = ("dram_size", "extent_size", "idle_exit_s", "metrics_host", "metrics_port")
+NODE_KEYS = ("dram_size", "extent_size", "idle_exit_s", "metrics_host", "metrics_port", "ssd_path", "ssd_size")
+# Keys that mean something only together.
+_PAIRS = (("ssd_path", "ssd_size"),)
 
 Parser = Callable[[object], Any]
 
@@ -197,6 +205,14 @@ def _address(value: object) -> str:
     return text
 
 
+def _folder(value: object) -> str:
+    """An absolute path; `~` is the home of the user who reads this."""
+    text = os.path.expanduser(value) if isinstance(value, str) and value.isprintable() and len(value) <= 1024 else ""
+    if not text.startswith("/") or ".." in text.split("/") or not text.strip("/"):
+        raise ValueError("it must be an absolute path of a folder without '..', or begin with '~'")
+    return text.rstrip("/")
+
+
 def _secret(value: object) -> Secret:
     if not isinstance(value, str) or not value.isprintable() or value != value.strip() or not value:
         raise ValueError("it must be a string of printable characters that does not begin or end with a space")
@@ -217,6 +233,7 @@ _PARSERS: dict[str, Parser] = {
     "metrics_host": _HOST,
     "metrics_port": _integer(-1, 65535),
     "fetch_timeout_ms": _integer(1, 3_600_000),
+    "fetch_deadline_ms": _integer(1, 3_600_000),
     "page_tokens": _integer(1, 4096),
     "tenant": _LABEL,
     "model_id": _LABEL,
@@ -230,6 +247,8 @@ _PARSERS: dict[str, Parser] = {
     "staging_window": _size(),
     "load_step_bytes": _size(),
     "credits": _size(),
+    "ssd_path": _folder,
+    "ssd_size": _size(MIN_SSD),
     "master_server_address": _address,
     "metadata_server": _text(r"\S{1,255}", "'P2PHANDSHAKE' or the address of a metadata server"),
     "protocol": _choice("tcp", "rdma"),
@@ -281,6 +300,11 @@ def load_config(
         _take_mapping(given, _parse_json(_read_file(path), source), source)
     _take_environment(given, environ)
     sources = {key: given[key].source if key in given else "default" for key in _PARSERS}
+    for pair in _PAIRS:
+        values = [given[key].value if key in given else "" for key in pair]
+        if bool(values[0]) != bool(values[1]):
+            there, lacking = pair if values[0] else pair[::-1]
+            raise ConfigError(f"{there} is {_show(there, given[there].value)} ({sources[there]}) without {lacking}: give both or neither")
     return CacheConfig(**{key: item.value for key, item in given.items()}, sources=sources)
 
 

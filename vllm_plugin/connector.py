@@ -52,6 +52,8 @@ GPU_LOAD_STEP = 512 << 20
 NODE_START_S = 15.0
 # Beyond that, one socket's memory bandwidth is used up (two threads give 1.7 to 2 times one).
 MAX_COPY_THREADS = 8
+# What vLLM calls the tiers that loads come from.
+_SOURCES = {"dram": CacheHitSource.HOST, "ssd": CacheHitSource.DISK, "pool": CacheHitSource.P2P}
 
 
 class PlanMetadata(KVConnectorMetadata):
@@ -191,6 +193,12 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         if half is not None:
             assert manager is not None
             half.start(request.request_id, num_external_tokens, partial(_block_table, manager, request.request_id))
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        loaded = {} if self._scheduler is None else self._scheduler.loaded_tokens(request.request_id)
+        if sum(loaded.values()) != num_external_tokens:  # it was preempted before its load began
+            return super().get_external_cache_hit_sources(request, num_external_tokens)
+        return {_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED): tokens for tier, tokens in loaded.items()}
 
     @timed
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

@@ -18,6 +18,9 @@ _METRICS: dict[str, tuple[str, str, str]] = {
     "prompt_tokens": ("tokens", "source", "prompt"),
     "local_tokens": ("tokens", "source", "local_hit"),
     "loaded_tokens": ("tokens", "source", "loaded"),
+    "loaded_tokens_dram": ("loaded_tokens", "tier", "dram"),
+    "loaded_tokens_ssd": ("loaded_tokens", "tier", "ssd"),
+    "loaded_tokens_pool": ("loaded_tokens", "tier", "pool"),
     "misses": ("no_load", "reason", "miss"),
     "timeouts": ("no_load", "reason", "timeout"),
     "node_away": ("no_load", "reason", "node_away"),
@@ -42,6 +45,7 @@ _METRICS: dict[str, tuple[str, str, str]] = {
 }
 _HELP = {
     "tokens": "Prompt tokens of started requests: all, found in the engine's own prefix cache, loaded by mooncake-kv.",
+    "loaded_tokens": "Prompt tokens loaded by mooncake-kv, by the tier that had them.",
     "no_load": "Requests that loaded nothing, by reason.",
     "pages": "Pages saved, discarded before anybody could see them, and not saved for want of a slot (attempts).",
     "failures": "Copies that failed and were recomputed or dropped.",

@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         paths = at_folder(Path(parsed.folder)) if parsed.folder else node_paths(parsed.name)
         settings = _settings(parsed)
         create(paths)
+        settings.prepare_folders()
         lock = _lock(paths)
     except (ConfigError, OSError) as error:
         print(f"mooncake-kv node: {error}", file=sys.stderr)

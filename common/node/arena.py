@@ -34,7 +34,7 @@ State = Literal["live", "draining", "retiring", "gone"]
 
 class Extent:
     """One memfd, carved into `count` slots of `slot_bytes`. `told` are the sessions that may map it, `mapped` those that have said they
-    do; `pins` counts its leased pages and what the helper is doing in it. The node itself does not map it."""
+    do; `pins` counts its leased and held pages and what the helper and slow tiers are doing in it. The node itself does not map it."""
 
     def __init__(self, number: int, slot_bytes: int, count: int) -> None:
         self.number = number
@@ -80,7 +80,8 @@ class Extent:
 
 
 class SizeClass:
-    """All extents with one slot size, and by slot the pages in them: unleased ones, the first to go first, and leased ones. `roomy` are the
+    """All extents with one slot size, and by slot the pages in them: those that may go, the first to go first, and those that are
+    leased or held. `roomy` are the
     live extents with a free slot."""
 
     def __init__(self, slot_bytes: int) -> None:
@@ -88,7 +89,7 @@ class SizeClass:
         self.extents: dict[int, Extent] = {}
         self.roomy: dict[int, Extent] = {}
         self.lru: OrderedDict[int, Entry] = OrderedDict()
-        self.leased: dict[int, Entry] = {}
+        self.kept: dict[int, Entry] = {}
         self.sessions: set[Session] = set()
         self.populating = 0
 

@@ -82,6 +82,7 @@ class NodeClient:
         self._on_unmap = on_unmap
         self._node = paths.node_paths(config.node)
         self._timeout_s = config.fetch_timeout_ms / 1e3
+        self._deadline_ms = config.fetch_deadline_ms
         self._doorbell = Doorbell()
         self._reaper = Reaper(self._doorbell)
         self._pid = os.getpid()
@@ -157,12 +158,13 @@ class NodeClient:
         self.reason = "the client was closed"
 
     def fetch(self, hashes: Sequence[bytes], limit_bytes: int = 0, *, check: bool = True) -> Fetch | None:
-        """Ask for staging of the leading run of these pages; at most `limit_bytes` of them (0: no limit). None is a miss at once. Every
-        Fetch must be given to `release`. Without `check` the node does not verify pages that it has in DRAM: their reader must."""
+        """Ask for staging of the leading run of these pages; at most `limit_bytes` of them (0: no limit), and what comes within the fetch
+        deadline. None is a miss at once. Every Fetch must be given to `release`. Without `check` the node does not verify pages that it has
+        in DRAM: their reader must."""
         link = self._link
-        handle = Fetch(next(self._numbers), link.epoch, link.generation, self._timeout_s)
+        handle = Fetch(next(self._numbers), link.epoch, link.generation, self._timeout_s, self._deadline_ms / 1e3)
         joined = _join(hashes)
-        message = protocol.Fetch(request=handle.request, hashes=joined, limit_bytes=limit_bytes, check=check)
+        message = protocol.Fetch(request=handle.request, hashes=joined, limit_bytes=limit_bytes, check=check, deadline_ms=self._deadline_ms)
         return handle if self._ask(link, handle, message, len(joined)) else None
 
     def release(self, fetch: Fetch) -> None:

@@ -283,6 +283,7 @@ class Connection:
                     # Given up meanwhile. Its Release is on the way, or comes when the caller lets go of it.
                     self._counters["answers_too_late"] += 1
                     return
+                fetch.slow |= not message.slots and not message.done
                 fetch.tiers.extend([message.tier] * len(message.slots))
                 fetch.slots.extend(message.slots)
                 fetch.heard = self._heard
@@ -294,7 +295,7 @@ class Connection:
             case protocol.Hits():
                 lookup = link.requests.get(message.request)
                 if isinstance(lookup, Lookup):
-                    lookup.pages = message.pages
+                    lookup.pages, lookup.tiers = message.pages, message.tiers
                     self._finish(lookup)
             case protocol.Reserved():
                 reserve = link.requests.get(message.request)

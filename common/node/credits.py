@@ -20,8 +20,8 @@ from .index import Entry, Index, Namespace, split_hashes
 from .metrics import Counters
 from .protocol import SLOT_SHIFT, Commit, Fence, Granted, Rectangle
 from .room import Room
+from .sealing import Sealer
 from .session import Engine, Partial, ProtocolError, Session
-from .staging import Sealer
 
 UNCOMMITTED_SHARE = 8
 RESERVE_S = 30.0

@@ -50,25 +50,35 @@ class Pending:
 
 class Fetch(Pending):
     """Staging of pages. `slots[i]` is the slot of the i-th page asked for, verified and leased; the list grows until `done`. `tiers[i]`
-    says where page i came from. The leases last until `NodeClient.release`, also for what a failed fetch had staged, or until the
-    connection ends: then no worker of the engine can pin (epoch, generation) any more."""
+    says where page i came from. `slow`: the node has said that it goes on in slower tiers than memory; from then on the fetch has until
+    `deadline_s` after its start, and only a node that says nothing at all ends it earlier. The leases last until `NodeClient.release`, also
+    for what a failed fetch had staged, or until the connection ends: then no worker of the engine can pin (epoch, generation) any more."""
 
-    __slots__ = ("slots", "tiers")
+    __slots__ = ("deadline_s", "slots", "slow", "tiers")
 
-    def __init__(self, request: int, epoch: int, generation: int, timeout_s: float) -> None:
+    def __init__(self, request: int, epoch: int, generation: int, timeout_s: float, deadline_s: float) -> None:
         super().__init__(request, epoch, generation, timeout_s)
+        self.deadline_s = deadline_s
+        self.slow = False
         self.slots: list[int] = []
         self.tiers: list[str] = []
 
+    def expired(self, now: float) -> bool:
+        if self.slow:
+            return not self.done and now - self.started > self.deadline_s
+        return super().expired(now)
+
 
 class Lookup(Pending):
-    """`pages`: how many leading pages are stored, valid once `done` and not `failed`. No lease is taken."""
+    """`pages`: how many leading pages are stored, `tiers` how many of them each tier has; valid once `done` and not `failed`. No lease is
+    taken."""
 
-    __slots__ = ("pages",)
+    __slots__ = ("pages", "tiers")
 
     def __init__(self, request: int, epoch: int, generation: int, timeout_s: float) -> None:
         super().__init__(request, epoch, generation, timeout_s)
         self.pages = 0
+        self.tiers: dict[str, int] = {}
 
 
 class Reserve(Pending):

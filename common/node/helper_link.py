@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from . import helper
+from . import child_side, helper
+from .child import Child
 from .helper import Job, Kind, Populated, Result
 
 log = logging.getLogger("mooncake_kv.node")
@@ -25,9 +23,6 @@ Done = Callable[[list[bool]], object]
 
 # With the helper at a time: enough to keep its threads busy.
 IN_FLIGHT = {"check": 8, "seal": 2}
-# Pages of one job: with 41 bytes each, far below what a message may have.
-MAX_JOB_PAGES = 256
-END_S = 2.0
 
 
 class HelperLink:
@@ -41,58 +36,44 @@ class HelperLink:
         populated: Callable[[int, int, bool, str], object],
         lost: Callable[[str], object],
     ) -> None:
-        self._loop = loop
         self._populated = populated
         self._lost = lost
-        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._sock.setblocking(False)
-        command = [sys.executable, "-P", "-m", helper.__name__, str(theirs.fileno())]
-        # In our session, because nice values compare only within one where Linux groups processes by session; out of the way of Ctrl-C.
-        self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, process_group=0)
-        theirs.close()
-        self._out: deque[tuple[bytes, int]] = deque()
+        self._child = Child(loop, helper.__name__, receive=self._received, ended=self._ended)
         self._waiting: dict[str, deque[tuple[Job, Done]]] = {"check": deque(), "seal": deque()}
         self._running: dict[str, int] = {"check": 0, "seal": 0}
         self._jobs: dict[int, tuple[str, Done]] = {}
         self._next = 0
-        self._closed = False
-        loop.add_reader(self._sock, self._readable)
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     def pending(self, queue: str) -> int:
         """Jobs that are not done."""
         return len(self._waiting[queue]) + self._running[queue]
 
     def add_space(self, digest: str, encoded: bytes) -> None:
-        self._send(helper.Space(digest, encoded))
+        self._child.send(child_side.encode(child_side.Space(digest, encoded)))
 
     def map(self, extent: int, size: int, fd: int) -> None:
-        self._send(helper.Map(extent, size), os.dup(fd))
+        self._child.send(child_side.encode(child_side.Map(extent, size)), fd)
 
     def unmap(self, extent: int) -> None:
-        self._send(helper.Unmap(extent))
+        self._child.send(child_side.encode(child_side.Unmap(extent)))
 
     def submit(self, kind: Kind, digest: str, hashes: bytes, slots: list[int], done: Done) -> None:
-        """Pages to check or seal; at most MAX_JOB_PAGES. A page for which `done` gets no True has failed."""
+        """Pages to check or seal; at most Namespace.batch_pages. A page for which `done` gets no True has failed."""
         queue = "seal" if kind == "seal" else "check"
         self._next += 1
         self._waiting[queue].append((Job(self._next, kind, digest, hashes, slots), done))
         self._start(queue)
 
-    def close(self) -> None:
-        self._closed = True
-        self._loop.remove_reader(self._sock)
-        if self._out:
-            self._loop.remove_writer(self._sock)
-        self._sock.close()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+    def hang_up(self) -> None:
+        self._child.hang_up()
+
+    def wait(self, deadline: float) -> None:
+        """For the end of the process, until `deadline` (time.monotonic())."""
+        self._child.wait(deadline)
 
     def _start(self, queue: str) -> None:
         waiting = self._waiting[queue]
@@ -100,43 +81,14 @@ class HelperLink:
             job, done = waiting.popleft()
             self._running[queue] += 1
             self._jobs[job.job] = queue, done
-            self._send(job)
+            self._child.send(child_side.encode(job))
 
-    def _send(self, message: helper.ToHelper, fd: int = -1) -> None:
-        if self._closed:
-            return
-        self._out.append((helper.encode(message), fd))
-        if len(self._out) == 1:
-            self._flush()
+    def _ended(self) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._child.process.wait(0.1)
+        self._lost(f"its helper process {self.pid} has died (exit code {self._child.process.returncode})")
 
-    def _flush(self) -> None:
-        try:
-            while self._out:
-                data, fd = self._out[0]
-                socket.send_fds(self._sock, [data], [fd] if fd >= 0 else [])
-                if fd >= 0:
-                    os.close(fd)
-                self._out.popleft()
-        except BlockingIOError:
-            self._loop.add_writer(self._sock, self._flush)
-            return
-        except OSError:  # it has died, which `_readable` reports
-            self._out.clear()
-        self._loop.remove_writer(self._sock)
-
-    def _readable(self) -> None:
-        try:
-            data = self._sock.recv(helper.MAX_MESSAGE)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._loop.remove_reader(self._sock)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(0.1)
-            self._lost(f"its helper process {self.pid} has died (exit code {self._process.returncode})")
-            return
+    def _received(self, data: bytes) -> None:
         message = helper.decode_from_helper(data)
         if isinstance(message, Populated):
             self._populated(message.extent, message.end, message.last, message.error)

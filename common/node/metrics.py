@@ -11,6 +11,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, start_http_server
@@ -21,7 +22,7 @@ log = logging.getLogger("mooncake_kv.node")
 
 LOOKUP_BOUNDS_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.02, 0.1)
 SCRAPE_S = 1.0
-Stats = dict[str, int | float | str]
+Stats = dict[str, Any]
 
 
 class Counters(msgspec.Struct):
@@ -34,6 +35,8 @@ class Counters(msgspec.Struct):
     pages_staged: int = 0
     pages_missed: int = 0
     bytes_staged: int = 0
+    # Fetches that ended at their deadline.
+    fetches_cut: int = 0
     bytes_verified: int = 0
     # Pages whose bytes did not match their trailer.
     pages_bad: int = 0
@@ -64,8 +67,33 @@ class Latency:
         self.total_s += seconds
 
 
-# Counter fields with another name than theirs outside: (name, tier or None).
-_TIERED = {"pages_staged": "pages_hit", "bytes_staged": "bytes_hit"}
+# Counter fields that are shown for each tier instead.
+_TIERED = frozenset({"pages_staged", "bytes_staged"})
+# Numbers of a tier: name outside and help. Those that count end in _total there.
+_TIER_COUNTERS = {
+    "hit_pages": ("pages_hit", "Pages that fetches got from this tier"),
+    "hit_bytes": ("bytes_hit", "Bytes that fetches got from this tier"),
+    "read_pages": ("tier_pages_read", "Pages read, also those that nobody waited for any more"),
+    "read_bytes": ("tier_bytes_read", "Bytes read"),
+    "read_busy_s": ("tier_read_seconds", "Time in which at least one read was running"),
+    "write_bytes": ("tier_bytes_written", "Bytes written"),
+    "write_busy_s": ("tier_write_seconds", "Time in which at least one write was running"),
+    "pages_written": ("tier_pages_written", "Pages written"),
+    "pages_unwritten": ("tier_pages_unwritten", "Pages not written for want of room in the queue, or because the tier was away"),
+    "pages_failed": ("tier_pages_failed", "Pages that the tier did not take"),
+    "pages_bad": ("tier_pages_bad", "Pages that were read and did not match their trailer"),
+    "evicted_pages": ("tier_pages_evicted", "Pages that went to make room"),
+    "jobs_failed": ("tier_jobs_failed", "Lookups, reads and writes that the tier did not answer, or that were refused while it was away"),
+    "outages": ("tier_outages", "How often the tier was taken out of use"),
+    "processes_killed": ("tier_processes_killed", "Processes of the tier that died, hung or could not open it"),
+}
+_TIER_GAUGES = {
+    "bytes": ("tier_bytes", "Bytes of pages in this tier"),
+    "limit_bytes": ("tier_limit_bytes", "Most bytes of pages in this tier"),
+    "pages": ("tier_pages", "Pages in this tier"),
+    "queued_bytes": ("tier_queued_bytes", "Bytes of pages that wait to be written or are being written"),
+}
+_TIER_TIMES = ("leading", "read", "write")
 # Keys of the stats that are gauges, with their help.
 _GAUGES = {
     "pages": "Pages that can be fetched",
@@ -103,10 +131,9 @@ class _Collector(Collector):
         )
         stats, counters, counts, total_s = answer.result(SCRAPE_S)
         for field, value in counters.items():
-            name = f"mooncake_kv_node_{_TIERED.get(field, field)}"
-            family = CounterMetricFamily(name, f"Total {field.replace('_', ' ')}", labels=["tier"] if field in _TIERED else [])
-            family.add_metric(["dram"] if field in _TIERED else [], value)
-            yield family
+            if field not in _TIERED:
+                yield CounterMetricFamily(f"mooncake_kv_node_{field}", f"Total {field.replace('_', ' ')}", value=value)
+        yield from _tier_metrics(stats["tiers"])
         for key, text in _GAUGES.items():
             name = f"mooncake_kv_node_{key}"
             yield GaugeMetricFamily(name, text, value=float(stats[key]))
@@ -121,6 +148,33 @@ class _Collector(Collector):
     def describe(self) -> list[GaugeMetricFamily]:
         """Nothing at registration: the event loop does not run yet."""
         return []
+
+
+def _tier_metrics(tiers: dict[str, Stats]) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    for key, (name, text) in _TIER_COUNTERS.items():
+        counter = CounterMetricFamily(f"mooncake_kv_node_{name}", text, labels=["tier"])
+        for tier, stats in tiers.items():
+            if key in stats:
+                counter.add_metric([tier], stats[key])
+        yield counter
+    for key, (name, text) in _TIER_GAUGES.items():
+        gauge = GaugeMetricFamily(f"mooncake_kv_node_{name}", text, labels=["tier"])
+        for tier, stats in tiers.items():
+            if key in stats:
+                gauge.add_metric([tier], stats[key])
+        yield gauge
+    up = GaugeMetricFamily("mooncake_kv_node_tier_up", "Whether the tier is in use", labels=["tier"])
+    times = GaugeMetricFamily(
+        "mooncake_kv_node_tier_milliseconds", "Time of recent jobs, as the node sees it", labels=["tier", "job", "quantile"]
+    )
+    for tier, stats in tiers.items():
+        up.add_metric([tier], stats.get("state", "up") == "up")
+        for job in _TIER_TIMES:
+            for quantile, suffix in (("0.5", "p50"), ("0.99", "p99")):
+                if f"{job}_{suffix}_ms" in stats:
+                    times.add_metric([tier, job, quantile], stats[f"{job}_{suffix}_ms"])
+    yield up
+    yield times
 
 
 class MetricsServer:

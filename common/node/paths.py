@@ -132,20 +132,27 @@ def _usable_runtime(runtime: str) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
-def _check_root(root: Path) -> None:
+def check_folder(folder: Path, what: str) -> None:
+    """Whether everything below this folder is ours alone: a real folder of this user with mode 0700, below a folder in which nobody else
+    can rename it. Raises ConfigError, which begins with `what`, where it is not, and FileNotFoundError."""
+    _check_root(folder.parent, what)
+    _check_ours(folder, what)
+
+
+def _check_root(root: Path, what: str = "node folder") -> None:
     """Others may write to the folder above ours only if it is sticky, so that they cannot replace what is ours."""
     found = os.stat(root)
     if found.st_uid not in (0, os.geteuid()):
-        raise ConfigError(f"node folder: {str(root)!r} belongs to uid {found.st_uid}, not to uid {os.geteuid()} or root")
+        raise ConfigError(f"{what}: {str(root)!r} belongs to uid {found.st_uid}, not to uid {os.geteuid()} or root")
     if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
-        raise ConfigError(f"node folder: others may write to {str(root)!r} (mode {stat.S_IMODE(found.st_mode):04o}), and it is not sticky")
+        raise ConfigError(f"{what}: others may write to {str(root)!r} (mode {stat.S_IMODE(found.st_mode):04o}), and it is not sticky")
 
 
-def _check_ours(folder: Path) -> None:
+def _check_ours(folder: Path, what: str = "node folder") -> None:
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"node folder: {str(folder)!r} is a {'symlink' if stat.S_ISLNK(found.st_mode) else 'file'}, not a folder")
+        raise ConfigError(f"{what}: {str(folder)!r} is a {'symlink' if stat.S_ISLNK(found.st_mode) else 'file'}, not a folder")
     if found.st_uid != os.geteuid():
-        raise ConfigError(f"node folder: {str(folder)!r} belongs to uid {found.st_uid}, not to uid {os.geteuid()}")
+        raise ConfigError(f"{what}: {str(folder)!r} belongs to uid {found.st_uid}, not to uid {os.geteuid()}")
     if found.st_mode & 0o077:
-        raise ConfigError(f"node folder: {str(folder)!r} has mode {stat.S_IMODE(found.st_mode):04o}; others must have no access (0700)")
+        raise ConfigError(f"{what}: {str(folder)!r} has mode {stat.S_IMODE(found.st_mode):04o}; others must have no access (0700)")

@@ -28,7 +28,7 @@ from typing import Literal
 import msgspec
 
 MAJOR = 1
-MINOR = 0
+MINOR = 1
 MAX_FRAME = 16 << 20
 HASH_BYTES = 32
 SLOT_SHIFT = 40
@@ -81,12 +81,14 @@ class Want(Message, tag=True):
 
 class Fetch(Message, tag=True):
     """Stage the leading run of these pages: take leases, verify, report with `Staged`. At most `limit_bytes` are leased (0: no limit).
-    Without `check` pages in DRAM are not verified, because whoever reads them does."""
+    Without `check` pages in DRAM are not verified, because whoever reads them does. What has not come from slow tiers `deadline_ms` after
+    the node got this is left out (0: an hour)."""
 
     request: int
     hashes: bytes
     limit_bytes: int = 0
     check: bool = True
+    deadline_ms: int = 0
 
 
 class Release(Message, tag=True):
@@ -220,7 +222,8 @@ class Granted(Message, tag=True):
 
 class Staged(Message, tag=True):
     """Progress of a fetch: `slots` are the next pages of the leading run, verified and leased. `done` with the last one, also when the run
-    ended early because a page was missing, failed its check or did not fit. `tier` names where these pages came from."""
+    ended early because a page was missing, failed its check, did not fit or did not come in time. `tier` names where these pages came from.
+    One without slots that is not `done` says that the run goes on in that slow tier, which may take until the deadline."""
 
     request: int
     slots: list[int]
@@ -234,8 +237,11 @@ class Reserved(Message, tag=True):
 
 
 class Hits(Message, tag=True):
+    """Answer to Lookup. `tiers`: how many of the leading pages each tier has, in its turn; none but memory if it is empty."""
+
     request: int
     pages: int
+    tiers: dict[str, int] = {}
 
 
 class Fence(Message, tag=True):

@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 
+from ..tiers.link import TierLink
 from .arena import Arena, Extent, SizeClass
 from .helper_link import HelperLink
 from .index import Index
@@ -42,6 +43,7 @@ class Room:
         arena: Arena,
         index: Index,
         link: HelperLink,
+        tiers: Sequence[TierLink],
         counters: Counters,
         *,
         announce: Callable[[Extent], object],
@@ -50,7 +52,7 @@ class Room:
     ) -> None:
         self._arena = arena
         self._index = index
-        self._link = link
+        self._links: tuple[HelperLink | TierLink, ...] = (link, *tiers)
         self._counters = counters
         self._announce = announce
         self._void = void
@@ -67,7 +69,7 @@ class Room:
             if extent in usable:
                 return self._arena.take(extent)
         now = time.monotonic()
-        if size_class.populating or any(now - extent.born < MAPPING_S for extent in size_class.roomy.values()):
+        if self._is_coming(size_class, now):
             return None
         # With free slots that this engine has not mapped for so long, one more extent would not help it.
         if not size_class.roomy and self.grow(size_class):
@@ -76,6 +78,15 @@ class Room:
         slot = self._index.evict(size_class, usable)
         self._counters.pages_evicted += slot is not None
         return slot
+
+    def may_come(self, usable: Container[Extent], size_class: SizeClass) -> bool:
+        """After `take` gave nothing: may there be a slot soon although no lease ends?"""
+        return self._is_coming(size_class, time.monotonic()) or any(extent in usable for extent in size_class.roomy.values())
+
+    @staticmethod
+    def _is_coming(size_class: SizeClass, now: float) -> bool:
+        """Is memory being populated, or mapped by clients?"""
+        return bool(size_class.populating) or any(now - extent.born < MAPPING_S for extent in size_class.roomy.values())
 
     def grow(self, size_class: SizeClass) -> bool:
         """Start one more extent if the budget and the machine allow it."""
@@ -97,7 +108,8 @@ class Room:
             self._heir = None
         extent.pins += 1  # until the helper has populated it
         size_class.populating += 1
-        self._link.map(extent.number, extent.size, extent.fd)
+        for link in self._links:
+            link.map(extent.number, extent.size, extent.fd)
         self._announce(extent)
         return True
 
@@ -150,7 +162,8 @@ class Room:
                 session.send(Retire(extent.number))
         if extent.state == "retiring" and not extent.told:
             self._void(extent)
-            self._link.unmap(extent.number)
+            for link in self._links:
+                link.unmap(extent.number)
             self._arena.close(extent)
             self._grow_after = 0.0
             self._changed()
@@ -163,7 +176,7 @@ class Room:
     def give_back_unused(self) -> None:
         """Retire the extents of slot sizes that nobody is connected with and that hold no page."""
         for size_class in list(self._arena.classes.values()):
-            if size_class.sessions or size_class.lru or size_class.leased:
+            if size_class.sessions or size_class.lru or size_class.kept:
                 continue
             for extent in size_class.live():
                 self.drain(extent)

@@ -34,6 +34,8 @@ log = logging.getLogger("mooncake_kv.node")
 
 HELLO_S = 10.0
 TICK_S = 0.5
+# The first request after a start should find what lies on disk.
+TIERS_S = 2.0
 FOLDER_S = 60.0
 _CREDENTIALS = struct.Struct("3i")
 
@@ -66,6 +68,7 @@ class Node:
         self._service = Service(self._loop, self._paths.name, self._settings, self._version, leave=self._leave, fail=self._fail)
         for sign in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(sign, self._leave, sign.name)
+        await self._service.wait_for_tiers(TIERS_S)
         self._listen()
         log.info(
             "node %s (pid %d, version %s) serves up to %d bytes at %s",

@@ -14,29 +14,37 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from ..identity import KVNamespace
 from ..page import PageLayout
+from ..tiers.link import TierLink
 from . import protocol
 from .arena import Arena, Extent
 from .connection import Connection
 from .credits import Credits
 from .helper_link import HelperLink
 from .index import Entry, Index, Namespace, split_hashes
+from .looking import Looker
 from .memory import auto_size
 from .metrics import Counters, Latency, Stats
 from .protocol import HASH_BYTES
+from .reading import Reader
 from .room import Room
+from .sealing import Sealer
 from .session import Engine, ProtocolError, Session
 from .settings import NodeSettings
-from .staging import Sealer, Stager
+from .staging import DRAM, Stager
+from .writing import WriteThrough
 
 log = logging.getLogger("mooncake_kv.node")
 
 SLOW_S = 30.0
+# How long our own processes may take to leave.
+END_S = 2.0
 # Leases may hold this share of the arena (1 / WINDOW_SHARE), so that saving goes on while prefixes are staged.
 WINDOW_SHARE = 2
 DROP_STEP = 2000
@@ -74,17 +82,25 @@ class Service:
         self._arena = Arena(budget, settings.extent_size, auto=not settings.dram_size)
         self._index = Index(self._arena, budget // WINDOW_SHARE)
         self._link = HelperLink(loop, populated=lambda *news: self._room.populated(*news), lost=fail)
+        self._tiers = [
+            TierLink(loop, spec, extents=self._all_extents, spaces=self._all_spaces, lost=partial(self._tier_lost, spec.name))
+            for spec in settings.tiers()
+        ]
         self._room = Room(
             self._arena,
             self._index,
             self._link,
+            self._tiers,
             self.counters,
             announce=self._announce,
             void=self._void,
             changed=self._changed,
         )
-        self._stager = Stager(self._index, self._link, self.counters)
-        self._sealer = Sealer(self._arena, self._index, self._link, self.counters, self._changed)
+        self._writes = WriteThrough(self._index, self._tiers, budget)
+        self._reader = Reader(self._arena, self._index, self._room, self._tiers, self._writes, self._changed)
+        self._looker = Looker(loop, self._index, self._tiers)
+        self._stager = Stager(loop, self._index, self._link, self._reader, self._writes, self.counters)
+        self._sealer = Sealer(self._arena, self._index, self._link, self._writes, self.counters, self._changed)
         self._credits = Credits(self._arena, self._index, self._room, self._sealer, self.counters)
 
     @property
@@ -97,7 +113,20 @@ class Service:
 
     def close(self) -> None:
         self._closed = True
-        self._link.close()
+        links: tuple[HelperLink | TierLink, ...] = (self._link, *self._tiers)
+        for link in links:
+            link.hang_up()
+        deadline = time.monotonic() + END_S
+        for link in links:
+            link.wait(deadline)
+
+    async def wait_for_tiers(self, timeout_s: float) -> None:
+        """Until the tiers that are worth it have opened, or failed to."""
+        opened = [asyncio.ensure_future(tier.opened.wait()) for tier in self._tiers if tier.spec.awaited]
+        if opened:
+            _, late = await asyncio.wait(opened, timeout=timeout_s)
+            for waiting in late:
+                waiting.cancel()
 
     # ---- coming and going
 
@@ -163,7 +192,18 @@ class Service:
         space = Namespace(digest, encoded, layout, self._arena.size_class(layout.slot_bytes))
         self._index.spaces[digest] = space
         self._link.add_space(digest, encoded)
+        for tier in self._tiers:
+            tier.add_space(digest, encoded)
         return space
+
+    def _all_spaces(self) -> list[tuple[str, bytes]]:
+        return [(space.digest, space.encoded) for space in self._index.spaces.values()]
+
+    def _all_extents(self) -> list[tuple[int, int, int]]:
+        return [(extent.number, extent.size, extent.fd) for extent in self._arena.extents.values()]
+
+    def _tier_lost(self, name: str) -> None:
+        self._writes.lost(name)
 
     def _welcome(self, session: Session, message: protocol.Hello) -> None:
         older = None
@@ -224,7 +264,7 @@ class Service:
 
     def _fetch(self, session: Session, message: protocol.Fetch) -> None:
         _check_hashes(message.hashes)
-        self._stager.fetch(session, message.request, message.hashes, message.limit_bytes, message.check)
+        self._stager.fetch(session, message)
 
     def _release(self, session: Session, message: protocol.Release) -> None:
         self._stager.release(session, message.request)
@@ -245,12 +285,20 @@ class Service:
     def _lookup(self, session: Session, message: protocol.Lookup) -> None:
         start = time.perf_counter()
         _check_hashes(message.hashes)
-        run = self._index.find(session.space, message.hashes)
+        space = session.space
+        run = self._index.find(space, message.hashes)
         self._index.touch(run)
-        session.chains.expect(message.hashes, len(run))
-        session.send(protocol.Hits(message.request, len(run)))
+        if self._tiers and len(run) * HASH_BYTES < len(message.hashes):
+            self._looker.look(space, message.hashes, len(run), partial(self._looked, session, message))
+        else:
+            self._looked(session, message, {DRAM: len(run)})
         self.counters.lookups += 1
         self.lookups.add(time.perf_counter() - start)
+
+    def _looked(self, session: Session, message: protocol.Lookup, tiers: dict[str, int]) -> None:
+        pages = sum(tiers.values())
+        session.chains.expect(message.hashes, pages)
+        session.send(protocol.Hits(message.request, pages, tiers if self._tiers else {}))
 
     def _suspect(self, session: Session, message: protocol.Suspect) -> None:
         _check_hashes(message.hashes)
@@ -263,6 +311,8 @@ class Service:
     def _drop(self, session: Session, message: protocol.Drop) -> None:
         entries = self._index.hide_all(session.space)
         self._credits.forget(session.space)
+        for tier in self._tiers:
+            tier.drop(session.space.digest)
         self.counters.pages_dropped += len(entries)
         session.send(protocol.Done(message.request, len(entries)))
         self._drop_step(entries)
@@ -311,8 +361,11 @@ class Service:
 
     def _refill(self) -> None:
         self._refill_due = False
-        if not self._closed and self._credits.refill():
+        if self._closed:
+            return
+        if self._credits.refill():
             self._changed()
+        self._stager.room()
 
     # ---- housekeeping
 
@@ -320,7 +373,7 @@ class Service:
         """To be called every half second or so."""
         self._credits.expire(now)
         for digest, space in list(self._index.spaces.items()):
-            if not (space.pages or space.claims or space.sessions):
+            if not (space.pages or space.claims or space.reads or space.sessions):
                 del self._index.spaces[digest]
         self._room.give_back_unused()
         self._changed()
@@ -333,9 +386,11 @@ class Service:
         self._room.report_slow(now, SLOW_S)
 
     def stats(self) -> Stats:
-        """A flat snapshot of facts, gauges and counters."""
+        """A snapshot of facts, gauges and counters: flat, but for `tiers`, which has such a snapshot for each tier."""
         arena, index = self._arena, self._index
         sessions = [session for engine in self._engines.values() for session in engine.sessions]
+        pages = sum(len(space.pages) for space in index.spaces.values())
+        page_bytes = sum(len(space.pages) * space.size_class.slot_bytes for space in index.spaces.values())
         stats: Stats = {
             "name": self._name,
             "pid": os.getpid(),
@@ -347,7 +402,7 @@ class Service:
             "arena_bytes": arena.bytes,
             "extents": len(arena.extents),
             "free_bytes": sum(len(extent.free) * extent.slot_bytes for extent in arena.extents.values()),
-            "pages": sum(len(space.pages) for space in index.spaces.values()),
+            "pages": pages,
             "namespaces": len(index.spaces),
             "leased_pages": index.leased_pages,
             "leased_bytes": index.leased_bytes,
@@ -358,11 +413,16 @@ class Service:
             "bad_frees": arena.bad_frees,
             "checking": self._link.pending("check"),
             "sealing": self._sealer.pending,
+            "reading": self._reader.readings,
             "clients": len(sessions),
             "engines": len(self._engines),
             "unsent_bytes": sum(session.connection.queued_bytes for session in sessions),
         }
-        return stats | msgspec.structs.asdict(self.counters)
+        tiers: dict[str, Stats] = {DRAM: {"pages": pages, "bytes": page_bytes, "limit_bytes": arena.budget}}
+        tiers |= {tier.name: tier.stats() | self._writes.stats(tier.name) for tier in self._tiers}
+        for name, (hit_pages, hit_bytes) in self._stager.hits.items():
+            tiers[name] |= {"hit_pages": hit_pages, "hit_bytes": hit_bytes}
+        return stats | msgspec.structs.asdict(self.counters) | {"tiers": tiers}
 
 
 def _check_hashes(joined: bytes) -> None:

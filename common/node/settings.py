@@ -7,8 +7,13 @@ setting that a later client gave explicitly and that differs, the key, both valu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from ..config import NODE_KEYS, CacheConfig, load_config
+from ..errors import ConfigError
+from ..tiers.link import TierSpec
+from .paths import check_folder
 
 DEFAULT = "default"
 Setting = int | float | str | bool
@@ -23,8 +28,31 @@ class NodeSettings:
         self.idle_exit_s = config.idle_exit_s
         self.metrics_host = config.metrics_host
         self.metrics_port = config.metrics_port
+        self.ssd_path = config.ssd_path
+        self.ssd_size = config.ssd_size
         self.values: dict[str, Setting] = config.node_settings()
         self.sources = {key: sources.get(key, DEFAULT) for key in NODE_KEYS}
+
+    def tiers(self) -> list[TierSpec]:
+        """The slow tiers, in the order in which they are asked."""
+        specs = []
+        if self.ssd_path:
+            everything = frozenset({"", "second_use", "prefix_end"})
+            specs.append(TierSpec("ssd", lambda: {"path": self.ssd_path, "bytes": self.ssd_size}, everything, touches=True, awaited=True))
+        return specs
+
+    def prepare_folders(self) -> None:
+        """Make the SSD tier's folder where it is missing, and check it. Raises ConfigError where it cannot be used."""
+        if not self.ssd_path:
+            return
+        folder = Path(self.ssd_path)
+        source = f"ssd_path is {self.ssd_path!r} ({self.sources['ssd_path']})"
+        try:
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            check_folder(folder, source)
+        except OSError as error:
+            raise ConfigError(f"{source}: {error.strerror}") from None
 
     def conflicts(self, theirs: Mapping[str, Setting], sources: Mapping[str, str]) -> list[str]:
         """One sentence for each setting in which a client's wish differs. Its defaults are no wishes."""
@@ -36,6 +64,7 @@ class NodeSettings:
 
 
 def node_settings(given: Mapping[str, object], sources: Mapping[str, str]) -> NodeSettings:
-    """Settings from the node's command line. Raises ConfigError for unknown keys and values out of range."""
-    config = load_config(dict(given), flag_source="the node's command line", environ={})
+    """Settings from the node's command line. Raises ConfigError for unknown keys and values out of range. A client spells a text that
+    nobody gave as an empty one."""
+    config = load_config({key: value for key, value in given.items() if value != ""}, flag_source="the node's command line", environ={})
     return NodeSettings(config, {key: sources.get(key, config.sources.get(key, DEFAULT)) for key in NODE_KEYS})

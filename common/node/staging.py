@@ -1,96 +1,147 @@
-"""Checking and sealing of pages, which the helper process does.
+"""Fetches: pages of a prefix are leased, read from slow tiers where memory has not got them, checked, and reported.
 
 Promises:
-- A page is reported as staged only after its trailers matched while it was leased, unless the fetch says that its reader checks it; pages
-  are reported in order and at most once. One that does not match is dropped at once, counted, and ends the run.
-- A page becomes visible only after it was sealed, and not at all if its namespace was dropped or its extent drained in between.
-- While the helper works on a slot, a lease or a pin of its own keeps the slot where it is, whatever clients do.
-- Fetches take turns: each has at most BATCHES_IN_FLIGHT batches of BATCH_BYTES in the queue.
-"""
+- A page is reported as staged only after its trailers matched while it was leased, unless it was in memory and the fetch says that its
+  reader checks it; pages are reported in order and at most once, with the tier they came from. One that does not match is dropped at once,
+  counted, and ends the run.
+- While the helper works on a page, a lease of its own keeps the slot where it is, whatever clients do.
+- Fetches take turns: each has at most BATCHES_IN_FLIGHT batches of BATCH_BYTES in the queues of helper and tiers.
+- What a fetch reads goes into slots that were free or hold pages nobody has leased. A fetch that ends early, for whatever reason, keeps
+  nothing but what it has reported until its Release; what is still being read for it becomes an ordinary page.
+- A fetch that waits for slow tiers ends at its deadline, with what is there.
+
+Order of tiers: memory first, then each slow tier in turn for what lies behind. One that comes up short ends the run, unless it did so
+before the first page it was asked for: then the next tier is asked."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
-from typing import TypeVar
 
-from .arena import Arena
-from .helper_link import MAX_JOB_PAGES, HelperLink
-from .index import Entry, Index, Namespace
+from ..tiers.messages import MAX_HASHES
+from .helper_link import HelperLink
+from .index import Entry, Index, Namespace, parts
 from .metrics import Counters
-from .protocol import HASH_BYTES, SLOT_SHIFT, Staged
+from .protocol import HASH_BYTES, Fetch, Staged
+from .reading import Reader
 from .session import ProtocolError, Session
+from .writing import WriteThrough
 
 log = logging.getLogger("mooncake_kv.node")
 
-T = TypeVar("T")
-
-# Enough to keep two threads busy (26 GB/s; two batches gave 22, smaller ones 20), and little for another fetch to wait for.
-BATCH_BYTES = 8 << 20
+DRAM = "dram"
 BATCHES_IN_FLIGHT = 4
 
 
 class Batch:
-    """Pages [start, end) of a run; `good` is how many of them, from the first, are verified, None while that is not known."""
+    """The next `count` pages of a run. `good` is how many of them, from the first, are verified, None while that is not known. `entries`
+    are leased; of a batch from a slow tier they are there when it is."""
 
-    def __init__(self, start: int, end: int, good: int | None) -> None:
-        self.start = start
-        self.end = end
+    def __init__(self, count: int, entries: list[Entry], tier: str = DRAM, good: int | None = None) -> None:
+        self.count = count
+        self.entries = entries
+        self.tier = tier
         self.good = good
 
 
 class Run:
-    """One fetch: leased pages, of which the first `staged` are reported. `asked` is how many pages were asked for, `check` whether they
-    are verified."""
+    """One fetch. Its pages, in order: `staged` are reported, `batches` under way, `ahead` leased; page `next` is the first behind those,
+    and from page `end` on there is nothing more to come. `place` is the slow tier in use, which has `found` more pages, and maybe more than
+    that (`more`). `waiting`: for an answer of a tier, for another fetch's page, or for room."""
 
-    def __init__(self, request: int, asked: int, entries: list[Entry], check: bool) -> None:
-        self.request = request
-        self.asked = asked
-        self.entries = entries
-        self.check = check
-        self.staged = 0
-        self.submitted = 0
+    def __init__(self, message: Fetch, end: int, entries: list[Entry]) -> None:
+        self.request = message.request
+        self.hashes = message.hashes
+        self.verify = message.check
+        self.deadline_s = message.deadline_ms / 1e3
+        self.asked = len(message.hashes) // HASH_BYTES
+        self.staged: list[Entry] = []
         self.batches: deque[Batch] = deque()
+        self.ahead = entries
+        self.next = len(entries)
+        self.end = end
+        self.place = -1
+        self.found = 0
+        self.more = False
+        self.waiting = ""
         self.ended = False
+        self.timer: asyncio.TimerHandle | None = None
+
+    def hash(self, page: int) -> bytes:
+        return self.hashes[page * HASH_BYTES : (page + 1) * HASH_BYTES]
+
+    def take(self) -> list[Entry]:
+        """End the run. Everything it has leased, in order."""
+        self.ended = True
+        if self.timer is not None:
+            self.timer.cancel()
+        entries = self.staged + [entry for batch in self.batches for entry in batch.entries] + self.ahead
+        self.staged, self.ahead = [], []
+        self.batches.clear()
+        return entries
 
 
 class Stager:
     """Answers fetches."""
 
-    def __init__(self, index: Index, link: HelperLink, counters: Counters) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        index: Index,
+        link: HelperLink,
+        reader: Reader,
+        writes: WriteThrough,
+        counters: Counters,
+    ) -> None:
+        self._loop = loop
         self._index = index
         self._link = link
+        self._reader = reader
+        self._writes = writes
         self._counters = counters
+        self._roomless: list[tuple[Session, Run]] = []
+        # Pages and bytes reported, by tier.
+        self.hits: dict[str, list[int]] = {name: [0, 0] for name in (DRAM, *(link.name for link in reader.links))}
 
-    def fetch(self, session: Session, request: int, hashes: bytes, limit: int, check: bool) -> None:
-        if request in session.runs:
-            raise ProtocolError(f"request {request} is already a fetch of this connection")
-        engine = session.engine
-        entries = self._index.lease_run(engine.space, hashes, engine.usable, limit)
-        run = Run(request, len(hashes) // HASH_BYTES, entries, check)
-        session.chains.expect(hashes, len(entries))
+    def fetch(self, session: Session, message: Fetch) -> None:
+        if message.request in session.runs:
+            raise ProtocolError(f"request {message.request} is already a fetch of this connection")
+        engine, space = session.engine, session.space
+        entries = self._index.lease_run(space, message.hashes, engine.usable, message.limit_bytes)
+        asked = len(message.hashes) // HASH_BYTES
+        end = min(asked, message.limit_bytes // space.size_class.slot_bytes) if message.limit_bytes else asked
+        run = session.runs[message.request] = Run(message, end, entries)
         self._counters.fetches += 1
-        self._counters.pages_asked += run.asked
-        if entries:
-            session.runs[request] = run
+        self._counters.pages_asked += asked
+        if not self._reader.links:
+            session.chains.expect(message.hashes, len(entries))
+        elif entries:
+            self._writes.offer(entries, "second_use")
+            self._writes.touch(space, message.hashes)
         self._pump(session, run)
 
     def release(self, session: Session, request: int) -> None:
-        """End a fetch's leases. One without pages had none, so a number that is not known is no mistake."""
+        """End a fetch's leases. One that got no page has none, so a number that is not known is no mistake."""
         if run := session.runs.pop(request, None):
-            self._index.unlease(self._take(run))
+            self._index.unlease(run.take())
 
     def leave(self, session: Session) -> list[list[Entry]]:
         """The session is gone. Its leases, whose end is the caller's business now."""
-        runs = [self._take(run) for run in session.runs.values()]
+        runs = [run.take() for run in session.runs.values()]
         session.runs.clear()
         return runs
+
+    def room(self) -> None:
+        """There may be more room than before."""
+        roomless, self._roomless = self._roomless, []
+        for session, run in roomless:
+            self._go_on(session, run)
 
     def suspect(self, space: Namespace, hashes: list[bytes]) -> None:
         """Check these pages again and drop those that do not match."""
         entries = [entry for page_hash in hashes if (entry := space.pages.get(page_hash))]
-        for part in _parts(entries, space):
+        for part in parts(entries, space):
             for entry in part:
                 entry.suspect += 1
                 entry.verified = False  # other fetches have to look again, too
@@ -105,28 +156,34 @@ class Stager:
 
             self._link.submit("each", space.digest, *_joined(part), done)
 
-    def _take(self, run: Run) -> list[Entry]:
-        run.ended = True
-        entries, run.entries = run.entries, []
-        return entries
+    # ---- one run
 
     def _pump(self, session: Session, run: Run) -> None:
-        """Put batches into the queue, then report what is verified."""
-        step = _step(session.space)
-        while run.submitted < len(run.entries) and sum(batch.good is None for batch in run.batches) < BATCHES_IN_FLIGHT:
-            start, end = run.submitted, min(run.submitted + step, len(run.entries))
-            run.submitted = end
-            part = run.entries[start:end]
-            # Verified while another fetch holds a lease: nothing may have changed since.
-            known = not run.check or all(entry.verified for entry in part)
-            batch = Batch(start, end, end - start if known else None)
-            run.batches.append(batch)
-            if batch.good is None:
-                self._submit(session, run, batch, part)
-        self._report(session, run)
+        """Put batches into the queues, then report what is verified."""
+        while not run.ended and sum(batch.good is None for batch in run.batches) < BATCHES_IN_FLIGHT:
+            if run.ahead:
+                self._check(session, run)
+            elif run.waiting or run.next >= run.end or not self._extend(session, run):
+                break
+        if not run.ended:
+            self._report(session, run)
 
-    def _submit(self, session: Session, run: Run, batch: Batch, part: list[Entry]) -> None:
+    def _go_on(self, session: Session, run: Run) -> None:
+        """What the run has waited for is there."""
+        run.waiting = ""
+        if not run.ended:
+            self._pump(session, run)
+
+    def _check(self, session: Session, run: Run) -> None:
+        """The next batch of leased pages."""
         space = session.space
+        part, run.ahead = run.ahead[: space.batch_pages], run.ahead[space.batch_pages :]
+        # Verified while another fetch holds a lease: nothing may have changed since.
+        known = not run.verify or all(entry.verified for entry in part)
+        batch = Batch(len(part), part, good=len(part) if known else None)
+        run.batches.append(batch)
+        if batch.good is not None:
+            return
         for entry in part:
             self._index.lease(entry)
 
@@ -143,27 +200,147 @@ class Stager:
 
         self._link.submit("check", space.digest, *_joined(part), done)
 
+    def _extend(self, session: Session, run: Run) -> bool:
+        """Find out where page `next` is to come from. False: the run has to wait."""
+        engine, space = session.engine, session.space
+        page_hash = run.hash(run.next)
+        if page_hash in space.pages:
+            rest = run.hashes[run.next * HASH_BYTES : run.end * HASH_BYTES]
+            run.ahead = self._index.lease_run(space, rest, engine.usable, 0)
+            run.next += len(run.ahead)
+            run.found = max(run.found - len(run.ahead), 0)
+            if not run.ahead:
+                run.end = run.next
+            return True
+        if reading := space.reads.get(page_hash):
+            run.waiting = "page"
+            self._set_out(session, run)
+            reading.waiters.append(lambda: self._go_on(session, run))
+            # Then ask the same tier again: the page may not have come.
+            run.found = 0
+            run.more = run.place >= 0
+            return False
+        if run.found:
+            return self._read(session, run)
+        self._ask(session, run)
+        return False
+
+    def _ask(self, session: Session, run: Run) -> None:
+        """Whether the next tier, or the same one further on, has pages from `next` on."""
+        links = self._reader.links
+        run.place += not run.more
+        run.more = False
+        while run.place < len(links) and not links[run.place].works:
+            run.place += 1
+        if run.place == len(links):
+            run.end = run.next
+            if links:
+                session.chains.expect(run.hashes, run.end)
+            return
+        asked = run.next
+        hashes = run.hashes[asked * HASH_BYTES : min(run.end, asked + MAX_HASHES) * HASH_BYTES]
+        run.waiting = "answer"
+        self._set_out(session, run)
+
+        def done(count: int) -> None:
+            run.found = count
+            run.more = count == MAX_HASHES
+            self._go_on(session, run)
+
+        links[run.place].leading(session.space.digest, hashes, done)
+
+    def _set_out(self, session: Session, run: Run) -> None:
+        """The run goes beyond memory: that may take longer, and has a deadline."""
+        if run.timer is None:
+            run.timer = self._loop.call_later(run.deadline_s or 3600.0, self._expire, session, run)
+            session.send(Staged(run.request, [], False, self._reader.links[max(run.place, 0)].name))
+
+    def _read(self, session: Session, run: Run) -> bool:
+        space, place = session.space, run.place
+        hashes: list[bytes] = []
+        for page in range(run.next, min(run.end, run.next + min(run.found, space.batch_pages))):
+            page_hash = run.hash(page)
+            if page_hash in space.pages or page_hash in space.reads:
+                break
+            hashes.append(page_hash)
+        slots = self._reader.slots(session.engine, len(hashes))
+        if not slots:
+            if self._reader.room_may_come(session.engine):
+                run.waiting = "room"
+                self._roomless.append((session, run))
+            else:
+                run.end = run.next
+            return False
+        batch = Batch(len(slots), [], self._reader.links[place].name)
+        run.batches.append(batch)
+        run.next += len(slots)
+        run.found -= len(slots)
+
+        def done(entries: list[Entry]) -> None:
+            batch.good = len(entries)
+            if run.ended:
+                return
+            for entry in entries:
+                self._index.lease(entry)
+                entry.verified = True
+            batch.entries = entries
+            self._pump(session, run)
+
+        self._reader.read(space, place, hashes[: len(slots)], slots, done)
+        return True
+
+    def _expire(self, session: Session, run: Run) -> None:
+        """Time is over: what is not there by now does not come."""
+        if run.ended:
+            return
+        self._counters.fetches_cut += 1
+        whole = 0
+        while whole < len(run.batches) and run.batches[whole].good is not None:
+            whole += 1
+        self._cut(run, whole)
+        self._report(session, run)
+
+    def _cut(self, run: Run, batches: int) -> None:
+        """Nothing comes behind so many batches."""
+        rest: list[Entry] = []
+        while len(run.batches) > batches:
+            rest = run.batches.pop().entries + rest
+        rest += run.ahead
+        run.ahead = []
+        run.waiting = ""
+        run.end = run.next
+        self._index.unlease(rest)
+
     def _report(self, session: Session, run: Run) -> None:
-        slots: list[int] = []
-        bad = False
-        while run.batches and run.batches[0].good is not None and not bad:
+        slot_bytes = session.space.size_class.slot_bytes
+        news: list[Staged] = []
+        while run.batches and (good := run.batches[0].good) is not None:
             batch = run.batches.popleft()
-            good = batch.good or 0
-            slots += [entry.slot for entry in run.entries[batch.start : batch.start + good]]
-            bad = good < batch.end - batch.start
-        run.staged += len(slots)
-        if bad:
-            rest = run.entries[run.staged :]
-            del run.entries[run.staged :]
-            self._index.unlease(rest)
-        done = bad or run.staged == len(run.entries)
-        if done:
+            entries = batch.entries[:good]
+            run.staged += entries
+            if entries:
+                if not news or news[-1].tier != batch.tier:
+                    news.append(Staged(run.request, [], False, batch.tier))
+                news[-1].slots += [entry.slot for entry in entries]
+                self.hits[batch.tier][0] += good
+                self.hits[batch.tier][1] += good * slot_bytes
+                self._counters.pages_staged += good
+                self._counters.bytes_staged += good * slot_bytes
+            if good < batch.count:
+                self._index.unlease(batch.entries[good:])
+                self._cut(run, 0)
+        if not run.batches and not run.ahead and not run.waiting and run.next >= run.end:
             run.ended = True
-            self._counters.pages_missed += run.asked - run.staged
-        if slots or done:
-            self._counters.pages_staged += len(slots)
-            self._counters.bytes_staged += len(slots) * session.space.size_class.slot_bytes
-            session.send(Staged(run.request, slots, done))
+            if run.timer is not None:
+                run.timer.cancel()
+            self._counters.pages_missed += run.asked - len(run.staged)
+            if not run.staged:
+                session.runs.pop(run.request, None)
+            if not news:
+                news.append(Staged(run.request, [], False))
+            news[-1].done = True
+        for message in news:
+            session.send(message)
 
     def _drop_bad(self, entry: Entry) -> None:
         if entry.dead:
@@ -171,77 +348,6 @@ class Stager:
         self._counters.pages_bad += 1
         log.error("page %s of namespace %s failed its check and was dropped", entry.hash.hex()[:16], entry.space.digest)
         self._index.drop(entry)
-
-
-class Sealer:
-    """Turns committed slots into visible pages."""
-
-    def __init__(self, arena: Arena, index: Index, link: HelperLink, counters: Counters, changed: Callable[[], object]) -> None:
-        self._arena = arena
-        self._index = index
-        self._link = link
-        self._counters = counters
-        self._changed = changed
-        self.pending = 0
-
-    def seal(self, session: Session, pages: list[tuple[bytes, int]]) -> None:
-        """Slots that hold these pages, whole, and that nobody writes to any more. A page that is already there or on its way gives its new
-        slot back; one that is under suspicion gives way to the new one, which its finder has computed in its stead."""
-        space = session.space
-        fresh = []
-        for page_hash, slot in pages:
-            entry = space.pages.get(page_hash)
-            if entry is not None and entry.suspect:
-                self._index.drop(entry)
-            if page_hash in space.pages or page_hash in space.claims or not self._arena.is_live(slot):
-                self._counters.commits_superfluous += 1
-                self._arena.give(slot)
-            else:
-                space.claims[page_hash] = None
-                fresh.append((page_hash, slot))
-        drops = space.drops
-        for part in _parts(fresh, space):
-            for _, slot in part:
-                self._arena.extents[slot >> SLOT_SHIFT].pins += 1
-            self.pending += len(part)
-            session.sealing += len(part)
-
-            def done(good: list[bool], part: list[tuple[bytes, int]] = part) -> None:
-                self._done(session, part, len(good) == len(part) and drops == space.drops)
-
-            hashes, slots = zip(*part, strict=True)
-            self._link.submit("seal", space.digest, b"".join(hashes), list(slots), done)
-
-    def _done(self, session: Session, part: list[tuple[bytes, int]], keep: bool) -> None:
-        space = session.space
-        self.pending -= len(part)
-        session.sealing -= len(part)
-        arrived = []
-        for page_hash, slot in part:
-            extent = self._arena.extents[slot >> SLOT_SHIFT]
-            extent.pins -= 1
-            del space.claims[page_hash]
-            if keep and extent.state == "live":
-                self._index.insert(space, page_hash, slot)
-                arrived.append(page_hash)
-                self._counters.pages_committed += 1
-                self._counters.bytes_committed += extent.slot_bytes
-            else:
-                self._arena.give(slot)
-                self._index.settle(extent)
-        for joined in session.chains.arrived(arrived):
-            self._index.touch(self._index.find(space, joined))
-        self._changed()
-
-
-def _step(space: Namespace) -> int:
-    """Pages of one batch."""
-    return min(max(1, BATCH_BYTES // space.size_class.slot_bytes), MAX_JOB_PAGES)
-
-
-def _parts(items: list[T], space: Namespace) -> list[list[T]]:
-    step = _step(space)
-    return [items[i : i + step] for i in range(0, len(items), step)]
 
 
 def _joined(part: list[Entry]) -> tuple[bytes, list[int]]:

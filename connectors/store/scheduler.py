@@ -56,6 +56,7 @@ class _Request:
     blind: bool = False  # the next ask comes without a local hit, because the engine was told that it need not compute it
     local: int = 0  # tokens of the engine's own prefix hit, as of the last ask
     load: _PendingLoad | None = None
+    loaded: Mapping[str, int] = field(default_factory=dict)  # tokens of the last load, by the tier they came from
     started: bool = False
     mark: int = 0  # pages below it need no save
     stored: tuple[int, int] = (0, 0)  # pages that this request loaded, hence stored already
@@ -293,8 +294,8 @@ class SchedulerHalf:
         request.gave_up = False
         request.waiting_since = 0.0
         local_pages = request.local // self._page
-        if not request.started:
-            request.started = True
+        first_start, request.started = not request.started, True
+        if first_start:
             # Pages that the engine had itself are stored too, as far as the node says so; where it has not answered, assume it.
             lookup = request.lookup
             request.mark = lookup.pages if lookup is not None and lookup.done and not lookup.failed else local_pages
@@ -305,14 +306,33 @@ class SchedulerHalf:
             self.counters["local_tokens"] += request.local
             self.counters["loaded_tokens"] += external_tokens
         if external_tokens <= 0:
+            request.loaded = {}
             self._drop_fetch(request)
             return
         assert request.fetch is not None
         end = request.local + external_tokens
+        request.loaded = self._by_tier(request.fetch, request.fetch_first, request.local, end)
+        if first_start:
+            for tier, tokens in request.loaded.items():
+                self.counters[f"loaded_tokens_{tier}"] += tokens
         request.stored = (local_pages, -(-end // self._page))
         request.load = _PendingLoad(request, request.fetch, request.reserved, block_table(), request.local, end)
         request.fetch = None
         self._loads.append(request.load)
+
+    def loaded_tokens(self, request_id: str) -> Mapping[str, int]:
+        """Tokens of the request's last load, by the tier they came from."""
+        request = self._requests.get(request_id)
+        return {} if request is None else request.loaded
+
+    def _by_tier(self, fetch: Fetch, fetch_first: int, start: int, end: int) -> dict[str, int]:
+        """Tokens [start, end), which begin and end anywhere in a page."""
+        first, last = start // self._page, -(-end // self._page)
+        tiers = fetch.tiers[first - fetch_first : last - fetch_first]
+        tokens = Counter({tier: count * self._page for tier, count in Counter(tiers).items()})
+        tokens[tiers[0]] -= start - first * self._page
+        tokens[tiers[-1]] -= last * self._page - end
+        return dict(tokens)
 
     # ---- steps -------------------------------------------------------------------------------------------------------------------
 

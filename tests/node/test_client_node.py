@@ -431,7 +431,7 @@ def test_other_protocol_version(make: Make, monkeypatch: pytest.MonkeyPatch) -> 
     assert first.wait_ready(START_S)
     monkeypatch.setattr(protocol, "MAJOR", 99)
     second = make(engine="f")
-    until(lambda: "99.0" in second.reason)
+    until(lambda: f"99.{protocol.MINOR}" in second.reason)
     assert f"kill {first.node_pid}" in second.reason and not second.ready and first.ready
 
 

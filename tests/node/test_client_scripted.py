@@ -50,7 +50,7 @@ def test_other_major_is_refused_with_advice(listener: Listener, connect: Connect
     client = connect()
     listener.greet(major=99, version="9.9").close()
     assert not client.wait_ready(0.3)
-    assert "protocol 99.0" in client.reason and "mooncake-kv node stop default" in client.reason
+    assert f"protocol 99.{protocol.MINOR}" in client.reason and "mooncake-kv node stop default" in client.reason
     listener.greet()  # replaced by one that fits: no restart of the engine needed
     assert client.wait_ready(5)
 
@@ -134,10 +134,10 @@ def test_lookup_and_reserve(listener: Listener, connect: Connect) -> None:
     peer = ready(listener, client)
     lookup, reserve = client.lookup(hashes(3)), client.reserve(hashes(3))
     assert lookup is not None and reserve is not None
-    peer.send(protocol.Hits(request=peer.expect(protocol.Lookup).request, pages=2))
+    peer.send(protocol.Hits(request=peer.expect(protocol.Lookup).request, pages=2, tiers={"dram": 1, "ssd": 1}))
     peer.send(protocol.Reserved(request=peer.expect(protocol.Reserve).request, slots=[-1, 5, -2]))
     until(lambda: lookup.done and reserve.done)
-    assert lookup.pages == 2 and reserve.slots == [-1, 5, -2]
+    assert lookup.pages == 2 and lookup.tiers == {"dram": 1, "ssd": 1} and reserve.slots == [-1, 5, -2]
     client.discard(client.generation, [5])
     assert peer.expect(protocol.Discard).slots == [5]  # a reserved slot goes back to the node, it is no credit
     assert client.take(1).slots == []
@@ -287,8 +287,29 @@ def test_a_slow_fetch_on_a_living_node_does_not_open_the_breaker(listener: Liste
 
 
 def test_expired_needs_no_thread() -> None:
-    fetch = Fetch(1, 1, 1, 0.06)
+    fetch = Fetch(1, 1, 1, 0.06, 0.2)
     assert not fetch.expired(fetch.started + 0.05) and fetch.expired(fetch.started + 0.07)
+    fetch.slow = True
+    assert not fetch.expired(fetch.started + 0.19) and fetch.expired(fetch.started + 0.21)
+
+
+def test_a_fetch_from_slow_tiers_has_until_its_deadline(listener: Listener, connect: Connect) -> None:
+    client = connect(settings={"fetch_timeout_ms": 300, "fetch_deadline_ms": 1500})
+    peer = ready(listener, client)
+    fetch = client.fetch(hashes(3))
+    assert fetch is not None
+    asked = peer.expect(protocol.Fetch)
+    assert asked.deadline_ms == 1500
+    peer.send(protocol.Staged(request=asked.request, slots=[10], done=False))
+    peer.send(protocol.Staged(request=asked.request, slots=[], done=False, tier="ssd"))
+    end = fetch.started + 1.0
+    while time.monotonic() < end:
+        peer.send(protocol.Done(request=peer.expect(protocol.Ping).request))
+    assert client.ready and fetch.slow and not fetch.done and not fetch.expired(time.monotonic())
+    assert fetch.expired(fetch.started + 1.6)
+    peer.send(protocol.Staged(request=asked.request, slots=[11, 12], done=True, tier="ssd"))
+    until(lambda: fetch.done)
+    assert fetch.slots == [10, 11, 12] and fetch.tiers == ["dram", "ssd", "ssd"] and not fetch.expired(fetch.started + 9)
 
 
 # ---- queue -----------------------------------------------------------------------------------------------------------------------

@@ -51,9 +51,8 @@ class Rank:
 
 
 class Rig:
-    def __init__(self, folder: Path) -> None:
-        settings = {"dram_size": "64mb", "extent_size": "16mb", "fetch_timeout_ms": 5000}
-        self.config = load_config(settings)
+    def __init__(self, folder: Path, **more: object) -> None:
+        self.config = load_config({"dram_size": "64mb", "extent_size": "16mb", "fetch_timeout_ms": 5000, **more})
         self.layout = PageLayout(SPACE)
         self.clients = [NodeClient(self.config, SPACE, engine="e", role="scheduler", credits=40)]
         self.clients += [NodeClient(self.config, SPACE, engine="e", role="worker") for _ in range(RANKS)]
@@ -149,7 +148,41 @@ def test_what_two_ranks_saved_comes_back_in_other_blocks(rig: Rig) -> None:
     for rank, expected in zip(rig.ranks, written, strict=True):
         assert np.array_equal(rank.rows(table, 256), expected)
     assert not rig.half.finish("a", 300, []) and not rig.half.finish("b", 300, [])
-    assert rig.half.counters["loaded_tokens"] == 256
+    assert rig.half.counters["loaded_tokens"] == rig.half.counters["loaded_tokens_dram"] == 256
+
+
+def test_a_prompt_comes_back_from_disk_when_the_node_was_replaced(runtime_dir: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "ssd"
+    rig = Rig(runtime_dir, ssd_path=str(disk), ssd_size="1gb")
+    try:
+        tokens = prompt(300, 2)
+        assert rig.ask("a", tokens) == 0
+        rig.run("a", tokens, list(range(10)), 0)
+        until(lambda: sum(path.is_file() for path in disk.glob("*/*/*")) == 4)
+        written = [rank.rows(list(range(10)), 256) for rank in rig.ranks]
+        old = rig.clients[0].node_pid
+        os.kill(old, signal.SIGKILL)
+        until(lambda: all(client.ready and client.node_pid != old for client in rig.clients), DEADLINE_S)
+        rig.settle()
+        assert rig.ask("b", tokens) == 256
+        rig.half.start("b", 256, lambda: list(range(20, 30)))
+        assert rig.half.loaded_tokens("b") == {"ssd": 256}
+        assert rig.load("b") == set()
+        for rank, expected in zip(rig.ranks, written, strict=True):
+            assert np.array_equal(rank.rows(list(range(20, 30)), 256), expected)
+        rig.half.finish("b", 300, [])
+        # The first of the tokens that end and begin in the middle of a page are not counted twice.
+        rig.half.arrive("c", tokens)
+        until(lambda: rig.half.match("c", 96, 200) == 103)
+        rig.half.start("c", 103, lambda: list(range(40, 50)))
+        assert rig.half.loaded_tokens("c") == {"dram": 103}
+        rig.load("c")
+        assert rig.half.counters["loaded_tokens_ssd"] == 256 and rig.half.counters["loaded_tokens_dram"] == 103
+    finally:
+        for rank in rig.ranks:
+            rank.half.close()
+        for client in rig.clients:
+            client.close()
 
 
 def test_a_large_load_takes_several_steps(rig: Rig) -> None:

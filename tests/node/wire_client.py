@@ -125,6 +125,7 @@ class WireClient:
         self._buffer = bytearray()
         self._fds: list[int] = []
         self.kept: list[int] = []
+        self.tiers: list[str] = []  # of the pages of the last fetch that was finished
         self._request = 0
         self.namespace = namespace or small_namespace()
         self.layout = PageLayout(self.namespace)
@@ -147,6 +148,7 @@ class WireClient:
     # ---- frames
 
     def send(self, message: protocol.Message) -> None:
+        self.sock.settimeout(WAIT_S)
         self.sock.sendall(protocol.frame(message))
 
     def send_raw(self, data: bytes) -> None:
@@ -286,16 +288,23 @@ class WireClient:
         self.send(protocol.Lookup(request, b"".join(hashes)))
         return self.wait_for(protocol.Hits, request).pages
 
-    def start_fetch(self, hashes: list[bytes], limit: int = 0) -> int:
+    def lookup_tiers(self, hashes: list[bytes]) -> dict[str, int]:
         request = self.next_request()
-        self.send(protocol.Fetch(request, b"".join(hashes), limit))
+        self.send(protocol.Lookup(request, b"".join(hashes)))
+        return self.wait_for(protocol.Hits, request).tiers
+
+    def start_fetch(self, hashes: list[bytes], limit: int = 0, deadline_ms: int = 0) -> int:
+        request = self.next_request()
+        self.send(protocol.Fetch(request, b"".join(hashes), limit, deadline_ms=deadline_ms))
         return request
 
     def finish_fetch(self, request: int) -> list[int]:
         slots: list[int] = []
+        self.tiers = []
         while True:
             staged = self.wait_for(protocol.Staged, request)
             slots += staged.slots
+            self.tiers += [staged.tier] * len(staged.slots)
             if staged.done:
                 return slots
 
@@ -305,6 +314,22 @@ class WireClient:
 
     def release(self, request: int) -> None:
         self.send(protocol.Release(request))
+
+    def check(self, hashes: list[bytes], expected: int | None = None) -> list[str]:
+        """Fetch, look at every byte of what came, and release. Returns the tier of each page."""
+        request, slots = self.fetch(hashes)
+        assert all(self.holds(slot, page) for slot, page in zip(slots, hashes, strict=False))
+        assert expected is None or len(slots) == expected, (len(slots), expected)
+        self.release(request)
+        return list(self.tiers)
+
+    def tier(self, name: str = "ssd") -> dict[str, Any]:
+        return self.stats()["tiers"][name]
+
+    def written(self, name: str = "ssd") -> int:
+        """Pages that the tier has been given, once nothing is on its way to it."""
+        self.until(lambda: self.stats()["sealing"] == 0 and self.tier(name)["queued_bytes"] == 0)
+        return self.tier(name)["pages_written"]
 
     def reserve(self, hashes: list[bytes]) -> list[int]:
         request = self.next_request()

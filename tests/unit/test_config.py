@@ -35,6 +35,7 @@ VALUES: dict[str, tuple[Any, str, Any]] = {
     "metrics_host": ("::", "::", "::"),
     "metrics_port": (-1, "-1", -1),
     "fetch_timeout_ms": (200, "200", 200),
+    "fetch_deadline_ms": (500, "500", 500),
     "page_tokens": (128.0, "128", 128),
     "tenant": ("team a", "team a", "team a"),
     "model_id": ("org/model@3", "org/model@3", "org/model@3"),
@@ -48,6 +49,8 @@ VALUES: dict[str, tuple[Any, str, Any]] = {
     "staging_window": ("1.5gb", "1.5g", 3 << 29),
     "load_step_bytes": ("64mb", "64MiB", 64 << 20),
     "credits": ("256m", "256 MiB", 256 << 20),
+    "ssd_path": ("/mnt/kv/", "/mnt/kv", "/mnt/kv"),
+    "ssd_size": ("1.5tb", "1536g", 3 << 39),
     "master_server_address": ("10.0.0.1:50051", "10.0.0.1:50051", "10.0.0.1:50051"),
     "metadata_server": ("http://m:8080/metadata", "http://m:8080/metadata", "http://m:8080/metadata"),
     "protocol": ("RDMA", "Rdma", "rdma"),
@@ -56,6 +59,8 @@ VALUES: dict[str, tuple[Any, str, Any]] = {
     "local_buffer_size": ("1t", "1TB", 1 << 40),
     "local_hostname": ("node-1.local", "node-1.local", "node-1.local"),
 }
+# Keys that are given together.
+PARTNERS = {"ssd_path": "ssd_size", "ssd_size": "ssd_path"}
 
 
 def load(flag: str | Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> CacheConfig:
@@ -78,6 +83,8 @@ def test_defaults() -> None:
         "idle_exit_s": 1800.0,
         "metrics_host": "127.0.0.1",
         "metrics_port": 0,
+        "ssd_path": "",
+        "ssd_size": 0,
     }
 
 
@@ -88,26 +95,30 @@ def test_values_covers_every_key() -> None:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_key_means_the_same_in_every_place(key: str, tmp_path: Path) -> None:
-    as_json, as_text, expected = VALUES[key]
+    expected = VALUES[key][2]
+    keys = [key, *([PARTNERS[key]] if key in PARTNERS else [])]
+    as_json = {key: VALUES[key][0] for key in keys}
+    as_text = {key: VALUES[key][1] for key in keys}
     variable = f"MOONCAKE_{key.upper()}"
+    variables = {f"MOONCAKE_{key.upper()}": text for key, text in as_text.items()}
     path = tmp_path / "mooncake.json"
-    path.write_text(json.dumps({key: as_json}))
+    path.write_text(json.dumps(as_json))
     file = {"MOONCAKE_CONFIG_PATH": str(path)}
     for config, source in (
-        (load({key: as_json}), "--moon-cache-config"),
-        (load(json.dumps({key: as_json})), "--moon-cache-config"),
-        (load({key: as_text}), "--moon-cache-config"),
+        (load(as_json), "--moon-cache-config"),
+        (load(json.dumps(as_json)), "--moon-cache-config"),
+        (load(as_text), "--moon-cache-config"),
         (load(environ=file), f"file {path} (MOONCAKE_CONFIG_PATH)"),
-        (load(environ={variable: as_text}), f"environment {variable}"),
-        (load({key: as_text}, file | {variable: as_text}), "--moon-cache-config"),
-        (load(environ=file | {variable: as_text}), f"file {path} (MOONCAKE_CONFIG_PATH)"),
+        (load(environ=variables), f"environment {variable}"),
+        (load(as_text, file | variables), "--moon-cache-config"),
+        (load(environ=file | variables), f"file {path} (MOONCAKE_CONFIG_PATH)"),
     ):
         assert getattr(config, key) == expected
         assert expected != getattr(CacheConfig(), key) or key == "kind"
         assert type(getattr(config, key)) is type(expected)
         assert config.sources[key] == source
         assert set(config.sources) == set(KEYS)
-        others = [k for k in KEYS if k != key]
+        others = [k for k in KEYS if k not in keys]
         assert all(getattr(config, k) == getattr(CacheConfig(), k) and config.sources[k] == "default" for k in others)
 
 
@@ -263,6 +274,12 @@ WRONG += [
     ("metrics_port", "80a"),
     ("metrics_port", 80.5),
     ("fetch_timeout_ms", 0),
+    ("fetch_deadline_ms", 0),
+    ("ssd_path", "relative/folder"),
+    ("ssd_path", "/a/../b"),
+    ("ssd_path", "/"),
+    ("ssd_path", 5),
+    ("ssd_size", 1000),
     ("page_tokens", 0),
     ("page_tokens", 5000),
     ("tenant", "x" * 129),
@@ -294,6 +311,17 @@ def test_wrong_values_are_named_with_key_value_and_source(key: str, value: Any) 
     assert "(--moon-cache-config)" in message
     if isinstance(value, str):
         assert f"(environment MOONCAKE_{key.upper()})" in refused(environ={f"MOONCAKE_{key.upper()}": value})
+
+
+@pytest.mark.parametrize("key", sorted(PARTNERS))
+def test_one_of_a_pair_without_the_other_is_refused(key: str) -> None:
+    value = VALUES[key][0]
+    message = refused({key: value})
+    assert message.endswith(f"(--moon-cache-config) without {PARTNERS[key]}: give both or neither") and message.startswith(f"{key} is ")
+
+
+def test_a_home_is_that_of_the_reader() -> None:
+    assert load({"ssd_path": "~/kv", "ssd_size": "1gb"}).ssd_path == os.path.expanduser("~/kv")
 
 
 def test_long_values_are_cut() -> None:

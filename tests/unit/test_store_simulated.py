@@ -34,6 +34,7 @@ class Slots(NamedTuple):
 @dataclass(eq=False)
 class SimulatedFetch:
     slots: list[int]
+    tiers: list[str]
     done: bool = False
     failed: bool = False
     epoch: int = 1
@@ -74,7 +75,7 @@ class SimulatedNode:
         slots = [self.pages[h] for h in hashes[: self._lead(hashes)]]
         for slot in slots:
             self.leases[slot] = self.leases.get(slot, 0) + 1
-        fetch = SimulatedFetch(slots)
+        fetch = SimulatedFetch(slots, [self.rng.choice(["dram", "ssd"]) for _ in slots])
         self.fetches.append(fetch)
         return fetch
 
