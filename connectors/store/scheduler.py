@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from ...common.hashing import PageHasher
 from ...common.node.client import Fetch, Lookup, NodeClient
 from .messages import Load, Plan, Report, Save
+from .rates import PrefillRate
 
 log = logging.getLogger("mooncake_kv.scheduler")
 
@@ -52,6 +53,7 @@ class _Request:
     reserved: int = 0  # bytes of the staging window that the fetch counts for
     proven: int | None = None  # pages from the start that the node can have; staging found the next one missing or damaged
     waiting_since: float = 0.0
+    cut: bool = False  # its load took longer than computing would
     gave_up: bool = False  # this round of asking ends in computing
     blind: bool = False  # the next ask comes without a local hit, because the engine was told that it need not compute it
     local: int = 0  # tokens of the engine's own prefix hit, as of the last ask
@@ -125,6 +127,7 @@ class SchedulerHalf:
         self._save_decode = save_decode
         self._checked_on_load = checked_on_load
         self._clock = clock
+        self._rate = PrefillRate()
         self._requests: dict[str, _Request] = {}
         self._loads: deque[_PendingLoad] = deque()
         self._failed: OrderedDict[bytes, float] = OrderedDict()
@@ -190,7 +193,7 @@ class SchedulerHalf:
             fetch = None
         if fetch is None:
             return self._stage(request, total_tokens)
-        if not fetch.done and not fetch.expired(self._clock()):
+        if self._waits(request, fetch):
             return None
         staged = len(fetch.slots)
         # What was staged before somebody else's load of it failed is the same dead copy.
@@ -213,13 +216,25 @@ class SchedulerHalf:
             return False
         now, fetch = self._clock(), request.fetch
         if fetch is not None:
-            request.blind = not fetch.done and not fetch.expired(now) and not self._lost(fetch)
+            request.blind = not self._lost(fetch) and self._waits(request, fetch)
         else:
             request.blind = bool(request.waiting_since) and now - request.waiting_since < ADMISSION_S and self._room() < self._slot_bytes
         return request.blind
 
     def _barred(self, request: _Request) -> bool:
         return bool(self._unable) or request.weights in self._refused
+
+    def _waits(self, request: _Request, fetch: Fetch) -> bool:
+        """Is it too early to go on with what is staged?"""
+        now = self._clock()
+        if fetch.done or fetch.expired(now):
+            return False
+        if self._rate.worth_waiting(fetch, request.reserved // self._slot_bytes * self._page, now):
+            return True
+        if not request.cut:
+            request.cut = True
+            self.counters["loads_cut"] += 1
+        return False
 
     def _room(self) -> int:
         return (self._window_bytes or self._client.dram_bytes // 2) - self._staged_bytes
@@ -293,6 +308,8 @@ class SchedulerHalf:
             return
         request.gave_up = False
         request.waiting_since = 0.0
+        request.cut = False
+        self._rate.begin(request_id, request.local + max(external_tokens, 0))
         local_pages = request.local // self._page
         first_start, request.started = not request.started, True
         if first_start:
@@ -342,6 +359,7 @@ class SchedulerHalf:
         request = self._requests.get(request_id)
         if request is None or request.skip:
             return
+        self._rate.scheduled(request_id, final_tokens)
         limit = final_tokens if self._save_decode else min(final_tokens, request.prompt_tokens)
         if limit >= (request.mark + 1) * self._page:
             self._plan.saves += self._plan_saves(request, limit // self._page, block_table())
@@ -349,6 +367,7 @@ class SchedulerHalf:
     def end_step(self) -> Plan:
         """The plan of this step; the next call of `scheduled` belongs to the next one."""
         plan = self._plan
+        self._rate.end_step(self._clock())
         self._plan_loads(plan)
         self._plan = Plan(plan.digest, plan.step + 1)
         return plan
@@ -434,6 +453,7 @@ class SchedulerHalf:
         """The request is over. True: its blocks must stay until a step's plan that names it in `finished` has been executed, because pages
         that it completed in its last step are still to be copied."""
         request = self._requests.pop(request_id, None)
+        self._rate.finish(request_id)
         if request is None or request.skip:
             return False
         self._drop_fetch(request)

@@ -63,5 +63,5 @@ def test_a_new_node_serves_from_disk_what_the_old_one_was_given(runtime_dir: Pat
             assert loaded.cached == PREFIX and loaded.output == expected.output
         tier = stats()["tiers"]["ssd"]  # type: ignore[index]
         assert tier["hit_pages"] >= PREFIX // 64 and tier["pages_bad"] == 0
-        shown = {name: value for name, value in engine.metrics().items() if "mooncake_kv_loaded_tokens" in name}
+        shown = {name: value for name, value in engine.metrics().items() if "mooncake_kv_loaded_tokens_total" in name}
         assert sum(value for name, value in shown.items() if "ssd" in name) == 3 * PREFIX, shown

@@ -39,6 +39,8 @@ class SimulatedFetch:
     failed: bool = False
     epoch: int = 1
     generation: int = 1
+    slow: bool = False
+    started: float = 0.0
 
     def expired(self, now: float) -> bool:
         return False
