@@ -161,5 +161,11 @@ class KVNamespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return sha256(self.encode()).hexdigest()[:32]
 
 
+def trailer_key(secret: Secret | str) -> bytes:
+    """Key of the checksums in page trailers (`PageLayout.seal` and `verify`): 32 bytes, or none without a pool secret."""
+    key = secret.reveal() if isinstance(secret, Secret) else secret
+    return hmac.new(key.encode(), b"mooncake-kv page trailer", sha256).digest() if key else b""
+
+
 def _refuse(field: str, value: object, why: str) -> NoReturn:
     raise ValueError(f"KV namespace: {field} is {value!r}: {why}")

@@ -12,6 +12,7 @@ from ..config import NODE_KEYS, CacheConfig, load_config
 
 DEFAULT = "default"
 Setting = int | float | str | bool
+_DEFAULTS = CacheConfig()
 
 
 class NodeSettings:
@@ -36,6 +37,9 @@ class NodeSettings:
 
 
 def node_settings(given: Mapping[str, object], sources: Mapping[str, str]) -> NodeSettings:
-    """Settings from the node's command line. Raises ConfigError for unknown keys and values out of range."""
-    config = load_config(dict(given), flag_source="the node's command line", environ={})
+    """Settings from the node's command line. Raises ConfigError for unknown keys and values out of range.
+
+    Whoever starts a node passes all settings; those that are empty by default mean that nothing was given."""
+    given = {key: value for key, value in given.items() if value != "" or getattr(_DEFAULTS, key, None) != ""}
+    config = load_config(given, flag_source="the node's command line", environ={})
     return NodeSettings(config, {key: sources.get(key, config.sources.get(key, DEFAULT)) for key in NODE_KEYS})

@@ -1,0 +1,1 @@
+"""Tiers behind the node's memory: SSD and the Mooncake pool."""
