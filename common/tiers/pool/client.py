@@ -55,6 +55,7 @@ class PoolClient:
         self._master = settings.master
         check_master(self._master, self._source)
         module = wheel.load(settings.protocol, settings.hostname if settings.loopback_only else "")
+        self._module = module
         self._complete = module.ReplicaStatus.COMPLETE
         self._config = module.ReplicateConfig()
         self._config.replica_num = settings.replicas
@@ -90,16 +91,19 @@ class PoolClient:
         with self._use():
             return str(self._store.get_hostname())
 
-    def probe(self) -> None:
-        """Store, read and remove a small object. Raises TierDown with the reason. A pool without room or segment is no failure."""
+    def probe(self, segment: str) -> None:
+        """Store a small object on this node's own segment, read and remove it: others reach the segment by the same address. Raises
+        TierDown with the reason; no room there is no failure. Never on any other segment: one whose owner is frozen takes 62 s."""
         key = f"mooncake-kv-probe/{os.getpid()}-{time.monotonic_ns()}"
         written = np.frombuffer(os.urandom(_PROBE_BYTES), np.uint8)
         read = np.zeros(_PROBE_BYTES, np.uint8)
+        config = self._module.ReplicateConfig()
+        config.preferred_segment = segment
         with self._use():
             self.register(written)
             self.register(read)
             try:
-                code = self.put([key], [_address(written)], [_PROBE_BYTES])[0]
+                code = self._checked(self._store.batch_put_from([key], [_address(written)], [_PROBE_BYTES], config))[0]
                 if code in FULL:
                     log.info("the pool has no room at this moment (code %d)", code)
                     return

@@ -10,9 +10,8 @@ Promises:
   TAKE_OVER_S.
 - Waits are bounded: one native call each (ENVIRONMENT in wheel.py has their deadlines), FULL_S for room, TAKE_OVER_S for other writers.
 
-An owner that has not been heard from for a second is first asked for one page: a frozen one costs a second for each object and
-connection. Never uses remove_by_regex, which can crash the master.
-"""
+An owner that has not been heard from lately is first asked whether it lives (owners.py). Never uses remove_by_regex, which can crash the
+master."""
 
 from __future__ import annotations
 
@@ -74,7 +73,8 @@ class PoolTier:
         self.flavour = wheel.installed_flavour()
         self._client = PoolClient(self._settings, 0)
         try:
-            self._client.probe()
+            if segment := settings.get("segment"):
+                self._client.probe(segment)
         except TierDown:
             self._client.close()
             raise
@@ -162,39 +162,25 @@ class PoolTier:
         return done
 
     def _read_batch(self, digest: str, layout: PageLayout, hashes: Sequence[bytes], slots: Sequence[np.ndarray]) -> tuple[int, bool]:
-        """(leading pages read, whether more may follow). Reads only one page from an owner that has not been heard from lately."""
+        """(leading pages read, whether more may follow)"""
         objects = _objects(digest, layout, hashes, slots)
         per_page = len(layout.objects)
         found = self._client.replicas(objects.keys)
+        self._owners.ask({owner for replicas in found if replicas for owner in replicas.owners})
         first_bad = next((i for i, size in enumerate(objects.sizes) if not self._usable(found[i], size)), len(found))
-        there = first_bad // per_page
-        if not there:
-            self._judge(digest, layout, hashes[0], found[first_bad], objects.sizes[first_bad])
-            return 0, False
-        owners_of = [{o for r in found[page * per_page : (page + 1) * per_page] if r for o in r.owners} for page in range(there)]
-        owners = set().union(*owners_of)
-        pages = there
-        if not all(map(self._owners.fresh, owners)):
-            owners = owners_of[0]
-            pages = 1
-            while pages < there and not owners_of[pages] <= owners:
-                owners = owners | owners_of[pages]
-                pages += 1
-        good = self._transfer(digest, layout, hashes[:pages], objects, found, owners)
-        return good, good == pages and (pages < there or there == len(hashes))
+        pages = first_bad // per_page
+        if pages < len(hashes):
+            self._judge(digest, layout, hashes[pages], found[first_bad], objects.sizes[first_bad])
+        good = self._transfer(digest, layout, hashes[:pages], objects, found) if pages else 0
+        return good, good == len(hashes)
 
     def _transfer(
-        self,
-        digest: str,
-        layout: PageLayout,
-        hashes: Sequence[bytes],
-        objects: _Objects,
-        found: Sequence[Replicas | None],
-        owners: set[str],
+        self, digest: str, layout: PageLayout, hashes: Sequence[bytes], objects: _Objects, found: Sequence[Replicas | None]
     ) -> int:
         """Reads these pages, the first of `objects`; returns how many leading ones came in full and remembers why the next did not."""
         per_page = len(layout.objects)
         end = len(hashes) * per_page
+        owners = {owner for replicas in found[:end] if replicas for owner in replicas.owners}
         start = 0
         for last_try in (False, True):
             begin = time.monotonic()
@@ -315,30 +301,32 @@ class PoolTier:
                 time.sleep(FULL_STEP_S)
 
     def _settle(self, objects: _Objects, places: list[int], good: list[bool]) -> None:
-        """Keys that somebody has: stored, of another size, being written now, or left by a writer that died."""
+        """Keys that somebody has: stored, of another size or with an owner that is gone, being written, or left by a writer that died."""
         deadline = time.monotonic() + TAKE_OVER_S
-        other_size: list[int] = []
+        useless: list[int] = []
         while True:
             found = self._client.replicas([objects.keys[place] for place in places])
             unfinished = []
             for place, replicas in zip(places, found, strict=True):
                 if replicas is None:
                     unfinished.append(place)
-                elif replicas.size in (objects.sizes[place], -1):
+                elif self._usable(replicas, objects.sizes[place]):
                     good[place] = True
                     self._add(puts_existed=1)
                 else:
-                    other_size.append(place)
+                    useless.append(place)
             places = unfinished
             if not places or time.monotonic() > deadline:
                 break
             time.sleep(TAKE_OVER_STEP_S)
-        if other_size:
-            self._add(objects_replaced=len(other_size))
+        if useless:
+            # Not replaced in place, which would need the segment of an owner that is gone.
+            self._client.remove([objects.keys[place] for place in useless])
+            self._add(objects_replaced=len(useless))
         if places:
             self._add(keys_taken_over=len(places))
         # A live writer that is overtaken spoils the object at worst, and the checksum in its trailer says so.
-        self._put(objects, other_size + places, good, replace=True)
+        self._put(objects, useless + places, good, replace=True)
 
     # ---- bad, drop, end -----------------------------------------------------------------------------------------------------------
 
