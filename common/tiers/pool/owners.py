@@ -22,7 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -134,7 +134,7 @@ class Owners:
 def alive(owners: Iterable[str]) -> set[str]:
     """Those that answer; also those that are no `host:port`, which cannot be asked."""
     living = set()
-    with selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector, ExitStack() as sockets:
         for owner in owners:
             host, _, port = owner.rpartition(":")
             if not host or not port.isdigit():
@@ -142,31 +142,26 @@ def alive(owners: Iterable[str]) -> set[str]:
                 continue
             with suppress(OSError):
                 family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-                probe = socket.socket(family, kind)
+                probe = sockets.enter_context(socket.socket(family, kind))
                 probe.setblocking(False)
-                selector.register(probe, selectors.EVENT_WRITE, owner)
                 probe.connect_ex(address)
+                selector.register(probe, selectors.EVENT_WRITE, (owner, probe))
         deadline = time.monotonic() + ASK_S
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, events in selector.select(left):
-                probe = key.fileobj
-                assert isinstance(probe, socket.socket)
+                owner, probe = key.data
                 try:
                     if events & selectors.EVENT_WRITE:
                         probe.shutdown(socket.SHUT_WR)
                         selector.modify(probe, selectors.EVENT_READ, key.data)
                         continue
                     probe.recv(64)
-                    living.add(key.data)
+                    living.add(owner)
                 except ConnectionResetError:
-                    living.add(key.data)
+                    living.add(owner)
                 except OSError:
                     pass  # nobody has the port
                 selector.unregister(probe)
-                probe.close()
-        for key in list(selector.get_map().values()):
-            assert isinstance(key.fileobj, socket.socket)
-            key.fileobj.close()
     return living
 
 
