@@ -1,5 +1,5 @@
-"""Speed of the pool tier against Mooncake's own calls on the same objects, in one process, alternating: reads against batch_get_into, writes
-against batch_put_from; and lookups of 1,000 pages.
+"""Speed of the pool tier against Mooncake's own calls on the same objects, in one process, alternating: reads against batch_get_into,
+writes against batch_put_from; and lookups of 1,000 pages.
 
 The segment lies in another process on this machine (the keeper), reached by TCP over loopback, as it does for a node. Each round writes and
 reads the same pages under new keys with both; the order changes from round to round, and the ratio is that of the medians.

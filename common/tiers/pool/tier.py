@@ -35,7 +35,7 @@ from .owners import Owners
 log = logging.getLogger(__name__)
 
 BATCH_BYTES = 64 << 20
-# The master's default is 10 s; we are not told what it is set to. Between our look and the end of a transfer a third of it may pass.
+# The master's default is 10 s; we are not told what it is set to, so this becomes less when one expires. A transfer may take a third.
 LEASE_S = 5.0
 FULL_S = 1.0
 FULL_STEP_S = 0.1
@@ -91,6 +91,7 @@ class PoolTier:
         self._counts: Counter[str] = Counter()
         # Bytes per second; of both directions the mean over the last batches.
         self._rates = {"read": 1e9, "write": 1e9}
+        self._lease_s = LEASE_S
         self._write_after = 0.0
         self._write_pause_s = WRITE_PAUSE_S
 
@@ -171,17 +172,17 @@ class PoolTier:
         pages = first_bad // per_page
         if pages < len(hashes):
             self._judge(digest, layout, hashes[pages], found[first_bad], objects.sizes[first_bad])
-        good = self._transfer(digest, layout, hashes[:pages], objects, found) if pages else 0
-        return good, good == len(hashes)
+        good, more = self._transfer(digest, layout, hashes[:pages], objects, found) if pages else (0, False)
+        return good, more and (good < pages or pages == len(hashes))
 
     def _transfer(
         self, digest: str, layout: PageLayout, hashes: Sequence[bytes], objects: _Objects, found: Sequence[Replicas | None]
-    ) -> int:
-        """Reads these pages, the first of `objects`; returns how many leading ones came in full and remembers why the next did not."""
+    ) -> tuple[int, bool]:
+        """Reads these pages, the first of `objects`. Returns how many leading ones came in full, and whether the next may be asked for; if
+        not, remembers why."""
         per_page = len(layout.objects)
-        end = len(hashes) * per_page
+        start, end = 0, len(hashes) * per_page
         owners = {owner for replicas in found[:end] if replicas for owner in replicas.owners}
-        start = 0
         for last_try in (False, True):
             begin = time.monotonic()
             self._owners.begin(owners)
@@ -189,17 +190,20 @@ class PoolTier:
                 codes = self._client.get(objects.keys[start:end], objects.addresses[start:end], objects.sizes[start:end])
             finally:
                 self._owners.end(owners)
+            spent = time.monotonic() - begin
             bad = next((start + i for i, code in enumerate(codes) if code != objects.sizes[start + i]), end)
             if bad == end:
                 self._owners.answered(owners)
-                self._measure("read", sum(objects.sizes[start:end]), time.monotonic() - begin)
-                return len(hashes)
+                self._measure("read", sum(objects.sizes[start:end]), spent)
+                return end // per_page, True
             code = codes[bad - start]
             if code not in LEASE_LOST or last_try:
                 break
-            # Asking again is what a get begins with.
+            # A get begins with asking again. It took longer than the lease, so less of it this time and from now on.
             self._add(leases_lost=1)
-            start = bad // per_page * per_page
+            self._lease_s = min(self._lease_s, spent) / 2
+            page = bad // per_page
+            start, end = page * per_page, (page + self._batch(layout, len(hashes) - page, "read")) * per_page
         page = bad // per_page
         self._fail(digest, hashes[page], GONE_S)
         if code == TRANSFER_FAILED:
@@ -211,7 +215,7 @@ class PoolTier:
             self._remove(digest, layout, [hashes[page]])
         else:
             self._add(objects_vanished=1)
-        return page
+        return page, False
 
     def _usable(self, replicas: Replicas | None, size: int) -> bool:
         if replicas is None or replicas.size not in (size, -1):
@@ -398,7 +402,7 @@ class PoolTier:
 
     def _batch(self, layout: PageLayout, pages: int, what: str) -> int:
         """Pages of one native call."""
-        limit = min(BATCH_BYTES, self._rates[what] * LEASE_S / 3)
+        limit = min(BATCH_BYTES, self._rates[what] * self._lease_s / 3)
         return max(1, min(pages, int(limit // _page_bytes(layout))))
 
 
