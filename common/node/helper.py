@@ -55,10 +55,11 @@ class Unmap(_Message, tag=True):
 
 
 class Space(_Message, tag=True):
-    """Namespace `digest`, in its encoding, for jobs to come."""
+    """Namespace `digest`, in its encoding, for jobs to come; `key` is that of its trailers."""
 
     digest: str
     encoded: bytes
+    key: bytes
 
 
 class Job(_Message, tag=True):
@@ -133,7 +134,7 @@ class Helper:
             elif isinstance(message, Unmap):
                 del self._extents[message.extent]
             else:
-                self._layouts[message.digest] = PageLayout(KVNamespace.decode(message.encoded))
+                self._layouts[message.digest] = PageLayout(KVNamespace.decode(message.encoded), message.key)
 
     def _send(self, message: FromHelper) -> None:
         try:

@@ -292,7 +292,7 @@ class _Served:
     def raw_open(self, master: str, segment: int = 0) -> str:
         from mooncake_kv.common.tiers.pool import wheel
 
-        self.module = wheel.load("tcp")
+        self.module = wheel.load()
         self.raw = self.module.MooncakeDistributedStore()
         assert self.raw.setup("127.0.0.1", "P2PHANDSHAKE", segment, 16 << 20, "tcp", "", master) == 0
         return str(self.raw.get_hostname())

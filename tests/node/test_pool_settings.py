@@ -179,7 +179,7 @@ def test_no_wheel_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"not installed: install one of the extras mooncake-kv\[cuda12\]"):
         wheel.installed_flavour()
     with pytest.raises(ConfigError, match="not installed"):
-        wheel.load("tcp")
+        wheel.load()
     installed(monkeypatch, "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
     with pytest.raises(
         ConfigError,
@@ -204,18 +204,18 @@ def test_a_missing_system_library_is_named(monkeypatch: pytest.MonkeyPatch, libr
     monkeypatch.setattr(wheel, "import_module", missing)
     monkeypatch.setattr(os, "environ", {})
     with pytest.raises(ConfigError) as caught:
-        wheel.load("tcp")
+        wheel.load()
     assert library in str(caught.value) and advice in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_what_the_operator_has_set_stays() -> None:
     code = (
-        "import os; from mooncake_kv.common.tiers.pool import wheel; wheel.load('tcp', '127.0.0.1'); "
-        "print(os.environ['MC_RPC_TIMEOUT_MS'], os.environ['MC_TCP_SLICE_SIZE'], os.environ['MC_TCP_BIND_ADDRESS'])"
+        "import os; from mooncake_kv.common.tiers.pool import wheel; wheel.load(); "
+        "print(os.environ['MC_RPC_TIMEOUT_MS'], os.environ['MC_TCP_SLICE_SIZE'])"
     )
     environment = {**os.environ, "MC_RPC_TIMEOUT_MS": "777"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, check=True)
-    assert done.stdout.splitlines()[-1] == "777 4194304 127.0.0.1"
+    assert done.stdout.splitlines()[-1] == "777 4194304"
 
 
 # ---- owners --------------------------------------------------------------------------------------------------------------------------

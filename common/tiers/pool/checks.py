@@ -107,10 +107,6 @@ class PoolSettings:
             # The master's name does not resolve at this moment, perhaps.
             raise TierDown(f"master_server_address {self.master!r} cannot be reached: {error.strerror or error}") from None
 
-    @property
-    def loopback_only(self) -> bool:
-        return _is_loopback(f"{self.hostname}:0")
-
 
 def master_addresses(master: str) -> list[tuple[str, int]]:
     """host and port of each `host:port` in an address or a URL such as etcd://a:1;b:2."""

@@ -54,7 +54,7 @@ class PoolClient:
         self._source = settings.sources.get("master_server_address", "default")
         self._master = settings.master
         check_master(self._master, self._source)
-        module = wheel.load(settings.protocol, settings.hostname if settings.loopback_only else "")
+        module = wheel.load()
         self._module = module
         self._complete = module.ReplicaStatus.COMPLETE
         self._config = module.ReplicateConfig()
@@ -188,6 +188,11 @@ class PoolClient:
             self._store.unregister_buffer(address)
 
     # ---- end ----------------------------------------------------------------------------------------------------------------------
+
+    def retire(self) -> None:
+        """No call from now on. A client without a segment has nothing to unmount, and closing it would take a second."""
+        with self._lock:
+            self._open = False
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Whether the native client has been closed: not where a call does not end in time. May be called twice."""

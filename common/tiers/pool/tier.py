@@ -76,7 +76,7 @@ class PoolTier:
             if segment := settings.get("segment"):
                 self._client.probe(segment)
         except TierDown:
-            self._client.close()
+            self._client.retire()
             raise
         folder = settings.get("folder")
         self._owners = Owners(Path(folder) / OWNERS_FILE if folder else None)
@@ -360,8 +360,11 @@ class PoolTier:
             "negative": len(self._negative),
         }
 
+    def touch(self, digest: str, hashes: Sequence[bytes]) -> None:
+        """Nothing: telling the pool would cost the master a lease for each object."""
+
     def close(self) -> None:
-        self._client.close()
+        self._client.retire()
 
     def _remove(self, digest: str, layout: PageLayout, hashes: Sequence[bytes]) -> None:
         keys = [layout.object_key(digest, page_hash, spec) for page_hash in hashes for spec in layout.objects]

@@ -69,13 +69,11 @@ def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def load(protocol: str, bind_address: str = "") -> Any:
-    """The module `mooncake.store`. `bind_address`: transfers are accepted on this address only. Raises ConfigError with one sentence."""
+def load() -> Any:
+    """The module `mooncake.store`. Raises ConfigError with one sentence."""
     flavour = installed_flavour()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if protocol == "tcp" and bind_address:
-        os.environ.setdefault("MC_TCP_BIND_ADDRESS", bind_address)
     try:
         return import_module("mooncake.store")
     except ImportError as error:
