@@ -36,7 +36,12 @@ setup(
         "vllm": [VLLM],
         "sglang": ["sglang==0.5.23"],
         "lmdeploy": ["lmdeploy>=0.18,<0.19"],
-        "cuda": [f"mooncake-transfer-engine=={MOONCAKE}"],
+        # Exactly one of these: all install the same module.
+        "cuda12": [f"mooncake-transfer-engine=={MOONCAKE}"],
+        "cuda13": [f"mooncake-transfer-engine-cuda13=={MOONCAKE}"],
+        "cpu": [f"mooncake-transfer-engine-non-cuda=={MOONCAKE}"],
+        "npu": [f"mooncake-transfer-engine-npu=={MOONCAKE}"],
+        "rocm": [f"mooncake-transfer-engine-rocm=={MOONCAKE}"],
         "test": ["hypothesis>=6.120", "mypy==1.19.1", "psutil>=6", "pytest>=8.3", "pytest-timeout>=2.3", "ruff==0.15.0"],
     },
     entry_points={

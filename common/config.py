@@ -36,9 +36,11 @@ MAX_FILE_BYTES = 1 << 20
 MIN_EXTENT = 1 << 20
 # Offsets within an extent have 40 bits in a slot number.
 MAX_EXTENT = 1 << 40
-# Mooncake refuses smaller segments with -600.
-MIN_SEGMENT = 16 << 20
 MIN_SSD = 1 << 20
+# Mooncake takes segments in units of this only (-600 otherwise).
+SEGMENT_UNIT = 16 << 20
+# What `master_server_address` says to have a master started by the node.
+EMBEDDED = "embedded"
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,14 +94,21 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     # A folder for pages beyond memory, and how many bytes it may hold; neither: no such tier.
     ssd_path: str = ""
     ssd_size: int = 0
-    # Mooncake's own names, for the pool. No master: no pool. No hostname: the machine's.
+    # Mooncake's own names, for the pool. No master: no pool; "embedded": the node starts one. No hostname: the
+    # machine's.
     master_server_address: str = ""
     metadata_server: str = "P2PHANDSHAKE"
     protocol: Literal["tcp", "rdma"] = "tcp"
     device_name: str = ""
     global_segment_size: int = 4 << 30
-    local_buffer_size: int = 1 << 30
+    local_buffer_size: int = 16 << 20
     local_hostname: str = ""
+    # Which pages go to the pool: "auto" is those used a second time and those that end a request's prefix.
+    write_policy: Literal["auto", "second_use", "prefix_end", "all"] = "auto"
+    # Copies of each object in the pool, on different segments.
+    replicas: int = 1
+    # Ask the pool to evict our objects after others.
+    soft_pin: bool = False
     # For each key: "--moon-cache-config", "file /x (MOONCAKE_CONFIG_PATH)", "environment MOONCAKE_X" or "default".
     sources: dict[str, str] = {}
 
@@ -108,7 +117,20 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         return {key: getattr(self, key) for key in NODE_KEYS}
 
 
-NODE_KEYS = ("dram_size", "extent_size", "idle_exit_s", "metrics_host", "metrics_port", "ssd_path", "ssd_size")
+# Those of the Mooncake pool. Its secret is none: it belongs to a namespace, and never travels on a command line.
+POOL_KEYS = (
+    "master_server_address",
+    "metadata_server",
+    "protocol",
+    "device_name",
+    "global_segment_size",
+    "local_buffer_size",
+    "local_hostname",
+    "write_policy",
+    "replicas",
+    "soft_pin",
+)
+NODE_KEYS = ("dram_size", "extent_size", "idle_exit_s", "metrics_host", "metrics_port", "ssd_path", "ssd_size", *POOL_KEYS)
 # Keys that mean something only together.
 _PAIRS = (("ssd_path", "ssd_size"),)
 
@@ -195,13 +217,15 @@ def _size(low: int = 0, high: int | None = None, *, multiple: int = 1, zero: boo
 
 
 def _address(value: object) -> str:
-    """`host:port`, or the URL of a highly available master."""
+    """`host:port`, the URL of a highly available master, or "embedded"."""
     text = value if isinstance(value, str) and value.isprintable() else ""
+    if text.lower() == EMBEDDED:
+        return EMBEDDED
     if re.fullmatch(r"[a-z]+://\S+", text):
         return text
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/]+):(\d{1,5})", text, re.ASCII)
     if not match or not 1 <= int(match[2]) <= 65535:
-        raise ValueError("it must be host:port or a URL such as etcd://host:port")
+        raise ValueError("it must be host:port, a URL such as etcd://host:port, or 'embedded'")
     return text
 
 
@@ -254,9 +278,12 @@ _PARSERS: dict[str, Parser] = {
     "protocol": _choice("tcp", "rdma"),
     # Mooncake's own files and examples spell "no device" as an empty string.
     "device_name": _text(r"\S{0,255}", "the name of a network device, or '' for none"),
-    "global_segment_size": _size(MIN_SEGMENT),
+    "global_segment_size": _size(SEGMENT_UNIT, multiple=SEGMENT_UNIT),
     "local_buffer_size": _size(1, zero=False),
     "local_hostname": _HOST,
+    "write_policy": _choice("auto", "second_use", "prefix_end", "all"),
+    "replicas": _integer(1, 16),
+    "soft_pin": _boolean,
 }
 _SECRETS = frozenset({"pool_secret"})
 _KEY_ALIASES = {"tenant_id": "tenant"}

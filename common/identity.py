@@ -24,6 +24,7 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m
 MIN_OBJECT_BYTES = 1 << 20
 MAX_PAGE_BYTES = 1 << 34
 MAX_OBJECTS = 4096
+TRAILER_KEY_BYTES = 32
 
 _LIMITS = {
     "page_tokens": (1, 4096),
@@ -159,6 +160,12 @@ class KVNamespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if key:
             return hmac.new(key.encode(), self.encode(), sha256).hexdigest()[:32]
         return sha256(self.encode()).hexdigest()[:32]
+
+
+def trailer_key(secret: Secret | str) -> bytes:
+    """Key of the checksums in page trailers (`PageLayout.key`): TRAILER_KEY_BYTES, or none without a pool secret."""
+    key = secret.reveal() if isinstance(secret, Secret) else secret
+    return hmac.new(key.encode(), b"mooncake-kv page trailer", sha256).digest() if key else b""
 
 
 def _refuse(field: str, value: object, why: str) -> NoReturn:

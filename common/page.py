@@ -65,12 +65,14 @@ class Piece(NamedTuple):
 class PageLayout:
     """Sizes, places, trailers and array views of the pages of a namespace. Immutable and free of I/O; safe to use from any thread."""
 
-    def __init__(self, namespace: KVNamespace) -> None:
+    def __init__(self, namespace: KVNamespace, key: bytes = b"") -> None:
+        """`key`: `identity.trailer_key` of the pool secret, for the trailers of this layout's pages."""
         if not namespace.mla and namespace.k_head_dim != namespace.v_head_dim:
             raise UnsupportedError(
                 f"the KV heads have k_head_dim {namespace.k_head_dim} and v_head_dim {namespace.v_head_dim}: unequal dims are not supported"
             )
         self.namespace = namespace
+        self.key = key
         item_bytes = ITEM_BYTES[namespace.kv_dtype]
         self.item = np.dtype(_ITEMS[item_bytes])
         self.payload_bytes = namespace.page_bytes
@@ -132,8 +134,10 @@ class PageLayout:
                 )
         return tuple(pieces)
 
-    def seal(self, slot: np.ndarray, page_hash: bytes, digest: str, key: bytes = b"") -> None:
-        """Write the trailers of all objects of a slot. `digest` is the namespace's (32 hex digits), `key` at most 64 bytes."""
+    def seal(self, slot: np.ndarray, page_hash: bytes, digest: str, key: bytes | None = None) -> None:
+        """Write the trailers of all objects of a slot. `digest` is the namespace's (32 hex digits); `key`, at most 64 bytes, replaces the
+        layout's."""
+        key = self.key if key is None else key
         self._check_slot(slot)
         identity = _identity(page_hash, digest)
         data = slot.data
@@ -142,8 +146,9 @@ class PageLayout:
             checksum = _checksum(data[spec.offset : end], spec, identity, key)
             _TRAILER.pack_into(data, end, MAGIC, FORMAT, KEYED if key else 0, spec.payload_bytes, checksum, *identity)
 
-    def verify(self, slot: np.ndarray, page_hash: bytes, digest: str, key: bytes = b"") -> bool:
+    def verify(self, slot: np.ndarray, page_hash: bytes, digest: str, key: bytes | None = None) -> bool:
         """Whether every object of the slot is this page, whole and unchanged, sealed with the same key."""
+        key = self.key if key is None else key
         self._check_slot(slot)
         identity = _identity(page_hash, digest)
         data = slot.data

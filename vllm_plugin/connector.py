@@ -24,6 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ..common.config import load_config
 from ..common.errors import UnsupportedError
+from ..common.identity import trailer_key
 from ..common.node.client import NodeClient
 from ..common.page import PageLayout
 from ..connectors.calls import CallTimes, timed
@@ -110,7 +111,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             logger.error("runs without the cache: %s", error)
             self._unable = str(error)
             return
-        self._layout = PageLayout(self._namespace)
+        self._layout = PageLayout(self._namespace, trailer_key(self.config.pool_secret))
         scheduler = role == KVConnectorRole.SCHEDULER
         self._client = NodeClient(
             self.config,

@@ -47,10 +47,11 @@ class Unmap(Message, tag=True):
 
 
 class Space(Message, tag=True):
-    """Namespace `digest`, in its encoding, for jobs to come."""
+    """Namespace `digest`, in its encoding, for jobs to come; `key` is that of its trailers."""
 
     digest: str
     encoded: bytes
+    key: bytes = b""
 
 
 encode = msgspec.msgpack.Encoder().encode

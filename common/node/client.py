@@ -26,7 +26,7 @@ from typing import Literal
 
 from ..config import CacheConfig
 from ..errors import ConfigError
-from ..identity import KVNamespace
+from ..identity import KVNamespace, trailer_key
 from . import paths, protocol, spawn
 from .client_hello import NodeRefuses, greet, own_version
 from .client_link import MESSAGE_BYTES, Link, unique_generation
@@ -382,6 +382,7 @@ class NodeClient:
             pid=os.getpid(),
             namespace=self._namespace.encode(),
             digest=self._digest,
+            key=trailer_key(config.pool_secret),
             settings=settings,
             sources=sources,
         )

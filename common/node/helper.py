@@ -88,7 +88,7 @@ class Helper:
         elif isinstance(message, Unmap):
             self._extents.unmap(message.extent)
         else:
-            self._layouts[message.digest] = PageLayout(KVNamespace.decode(message.encoded))
+            self._layouts[message.digest] = PageLayout(KVNamespace.decode(message.encoded), message.key)
 
     def _work(self, job: Job) -> None:
         good: list[bool] = []

@@ -52,8 +52,8 @@ class HelperLink:
         """Jobs that are not done."""
         return len(self._waiting[queue]) + self._running[queue]
 
-    def add_space(self, digest: str, encoded: bytes) -> None:
-        self._child.send(child_side.encode(child_side.Space(digest, encoded)))
+    def add_space(self, digest: str, encoded: bytes, key: bytes) -> None:
+        self._child.send(child_side.encode(child_side.Space(digest, encoded, key)))
 
     def map(self, extent: int, size: int, fd: int) -> None:
         self._child.send(child_side.encode(child_side.Map(extent, size)), fd)

@@ -46,7 +46,8 @@ class Message(msgspec.Struct, tag_field="t", omit_defaults=True):
 
 class Hello(Message, tag=True, kw_only=True):
     """First message of a connection. `namespace` is the msgpack of a KVNamespace (empty for a tool), from which the node derives the page
-    layout; `digest` is its digest as the client computed it, keyed if a pool secret is set (the node learns the digest, not the secret).
+    layout; `digest` is its digest as the client computed it, keyed if a pool secret is set, and `key` then keys the trailers of its pages
+    (the node does not learn the secret itself).
     `settings` are the node settings this client was configured with, `sources` says for each where it came from."""
 
     major: int
@@ -57,6 +58,7 @@ class Hello(Message, tag=True, kw_only=True):
     pid: int = 0
     namespace: bytes = b""
     digest: str = ""
+    key: bytes = b""
     settings: dict[str, int | float | str | bool] = {}
     sources: dict[str, str] = {}
 

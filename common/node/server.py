@@ -65,7 +65,9 @@ class Node:
         """Serve until told to leave. The caller holds the lock of `paths`. Raises OSError where the socket cannot be made or
         the helper process dies."""
         self._loop = asyncio.get_running_loop()
-        self._service = Service(self._loop, self._paths.name, self._settings, self._version, leave=self._leave, fail=self._fail)
+        self._service = Service(
+            self._loop, self._paths.name, self._paths.folder, self._settings, self._version, leave=self._leave, fail=self._fail
+        )
         for sign in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(sign, self._leave, sign.name)
         await self._service.wait_for_tiers(TIERS_S)

@@ -15,11 +15,12 @@ import secrets
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ..identity import KVNamespace
+from ..identity import TRAILER_KEY_BYTES, KVNamespace
 from ..page import PageLayout
 from ..tiers.link import TierLink
 from . import protocol
@@ -57,6 +58,7 @@ class Service:
         self,
         loop: asyncio.AbstractEventLoop,
         name: str,
+        folder: Path,
         settings: NodeSettings,
         version: str,
         *,
@@ -84,7 +86,7 @@ class Service:
         self._link = HelperLink(loop, populated=lambda *news: self._room.populated(*news), lost=fail)
         self._tiers = [
             TierLink(loop, spec, extents=self._all_extents, spaces=self._all_spaces, lost=partial(self._tier_lost, spec.name))
-            for spec in settings.tiers()
+            for spec in settings.tiers(folder)
         ]
         self._room = Room(
             self._arena,
@@ -173,31 +175,33 @@ class Service:
             raise ValueError("the client does not name its engine")
         if engine is not None and engine.space.digest != message.digest:
             raise ValueError(f"engine {message.engine!r} has clients of two namespaces, {engine.space.digest} and {message.digest}")
-        space = self._space(message.digest, message.namespace)
+        space = self._space(message.digest, message.namespace, message.key)
         if engine is None:
             engine = self._engines[message.engine] = Engine(message.engine, space)
         return engine
 
-    def _space(self, digest: str, encoded: bytes) -> Namespace:
+    def _space(self, digest: str, encoded: bytes, key: bytes) -> Namespace:
         if space := self._index.spaces.get(digest):
-            if space.encoded != encoded:
+            if space.encoded != encoded or space.layout.key != key:
                 raise ValueError(f"namespace digest {digest} stands for two namespaces")
             return space
         if len(digest) != 32 or digest.strip("0123456789abcdef"):
             raise ValueError(f"{digest[:80]!r} is no namespace digest of 32 hex digits")
-        layout = PageLayout(KVNamespace.decode(encoded))
+        if len(key) not in (0, TRAILER_KEY_BYTES):
+            raise ValueError(f"a trailer key has {TRAILER_KEY_BYTES} bytes, not {len(key)}")
+        layout = PageLayout(KVNamespace.decode(encoded), key)
         if layout.slot_bytes > self._arena.budget:
             source = self._settings.sources["dram_size"]
             raise ValueError(f"one page has {layout.slot_bytes} bytes and the node's dram_size is {self._arena.budget} ({source})")
         space = Namespace(digest, encoded, layout, self._arena.size_class(layout.slot_bytes))
         self._index.spaces[digest] = space
-        self._link.add_space(digest, encoded)
+        self._link.add_space(digest, encoded, key)
         for tier in self._tiers:
-            tier.add_space(digest, encoded)
+            tier.add_space(digest, encoded, key)
         return space
 
-    def _all_spaces(self) -> list[tuple[str, bytes]]:
-        return [(space.digest, space.encoded) for space in self._index.spaces.values()]
+    def _all_spaces(self) -> list[tuple[str, bytes, bytes]]:
+        return [(space.digest, space.encoded, space.layout.key) for space in self._index.spaces.values()]
 
     def _all_extents(self) -> list[tuple[int, int, int]]:
         return [(extent.number, extent.size, extent.fd) for extent in self._arena.extents.values()]

@@ -13,10 +13,18 @@ from pathlib import Path
 from ..config import NODE_KEYS, CacheConfig, load_config
 from ..errors import ConfigError
 from ..tiers.link import TierSpec
+from ..tiers.pool.keeper import Keeper
 from .paths import check_folder
 
 DEFAULT = "default"
 Setting = int | float | str | bool
+# Why pages are written to the pool, by write_policy.
+WRITES = {
+    "auto": frozenset({"second_use", "prefix_end"}),
+    "second_use": frozenset({"second_use"}),
+    "prefix_end": frozenset({"prefix_end"}),
+    "all": frozenset({"", "second_use", "prefix_end"}),
+}
 
 
 class NodeSettings:
@@ -33,12 +41,17 @@ class NodeSettings:
         self.values: dict[str, Setting] = config.node_settings()
         self.sources = {key: sources.get(key, DEFAULT) for key in NODE_KEYS}
 
-    def tiers(self) -> list[TierSpec]:
-        """The slow tiers, in the order in which they are asked."""
+    def tiers(self, folder: Path) -> list[TierSpec]:
+        """The slow tiers, in the order in which they are asked. `folder` is the node's."""
         specs = []
         if self.ssd_path:
             everything = frozenset({"", "second_use", "prefix_end"})
             specs.append(TierSpec("ssd", lambda: {"path": self.ssd_path, "bytes": self.ssd_size}, everything, touches=True, awaited=True))
+        if self.values["master_server_address"]:
+            # Starts what this node gives to the pool, and joins it. A dead or frozen master is noticed by the tier itself within 2 s.
+            keeper = Keeper(self.values, self.sources, folder)
+            writes = WRITES[str(self.values["write_policy"])]
+            specs.append(TierSpec("pool", keeper.ensure, writes, open_s=20.0, leading_s=3.0))
         return specs
 
     def prepare_folders(self) -> None:

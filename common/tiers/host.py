@@ -120,7 +120,7 @@ class Host:
             self._extents.unmap(message.extent)
         elif isinstance(message, Space):
             if message.digest not in self._layouts:
-                self._layouts[message.digest] = PageLayout(KVNamespace.decode(message.encoded))
+                self._layouts[message.digest] = PageLayout(KVNamespace.decode(message.encoded), message.key)
             self._opened.add_space(message.digest, self._layouts[message.digest])
         else:
             self._open(message)

@@ -95,7 +95,7 @@ class _Times:
 
 
 class TierLink:
-    """`extents` gives (number, size, descriptor) of all there are, `spaces` (digest, encoding); both are asked when a process starts.
+    """`extents` gives (number, size, descriptor) of all there are, `spaces` (digest, encoding, key); both are asked when a process starts.
     `lost` is called when the breaker opens, after the jobs have been answered."""
 
     def __init__(
@@ -104,7 +104,7 @@ class TierLink:
         spec: TierSpec,
         *,
         extents: Callable[[], Iterable[tuple[int, int, int]]],
-        spaces: Callable[[], Iterable[tuple[str, bytes]]],
+        spaces: Callable[[], Iterable[tuple[str, bytes, bytes]]],
         lost: Callable[[], object],
     ) -> None:
         self._loop = loop
@@ -152,8 +152,8 @@ class TierLink:
         """1 to 255: stands for the present era."""
         return self.era % 255 + 1
 
-    def add_space(self, digest: str, encoded: bytes) -> None:
-        self._say(child_side.Space(digest, encoded))
+    def add_space(self, digest: str, encoded: bytes, key: bytes) -> None:
+        self._say(child_side.Space(digest, encoded, key))
 
     def map(self, extent: int, size: int, fd: int) -> None:
         self._say(child_side.Map(extent, size), fd)
@@ -331,8 +331,8 @@ class TierLink:
         self._child = child
         self._open_deadline = time.monotonic() + self.spec.open_s
         self._say(Open(self.name, settings))
-        for digest, encoded in self._spaces():
-            self.add_space(digest, encoded)
+        for digest, encoded, key in self._spaces():
+            self.add_space(digest, encoded, key)
         for number, size, fd in self._extents():
             self.map(number, size, fd)
 

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from mooncake_kv.common.errors import ConfigError
+from mooncake_kv.common.identity import trailer_key
 from mooncake_kv.common.node import protocol
 from mooncake_kv.common.node.client import Arena, Fetch, NodeClient
 from mooncake_kv.common.page import PageLayout
@@ -116,6 +118,29 @@ def stored(scheduler: NodeClient, pages: list[bytes]) -> int:
         return -1
     until(lambda: lookup.done)
     return -1 if lookup.failed else lookup.pages
+
+
+def test_a_pool_secret_keys_the_pages_and_stays_off_command_lines(make: Make) -> None:
+    secret = {"pool_secret": "hunter2"}
+    scheduler, worker = pair(make, settings=secret)
+    pages = hashes(4, 7000)
+    assert save(scheduler, worker, pages) == 4
+    until(lambda: stored(scheduler, pages) == 4)
+    fetch = load(scheduler, pages)
+    layout = PageLayout(namespace(), trailer_key("hunter2"))
+    with arena_of(worker).pin(fetch.epoch, fetch.generation) as pinned:
+        assert pinned is not None
+        memory = pinned.slot(fetch.slots[0])
+        assert memory is not None and layout.verify(memory, pages[0], namespace().digest("hunter2"))
+        assert not LAYOUT.verify(memory, pages[0], namespace().digest("hunter2"))
+        del memory
+    scheduler.release(fetch)
+    stranger, _ = pair(make, engine="other")
+    assert stored(stranger, pages) == 0
+    runtime = os.environ["XDG_RUNTIME_DIR"]
+    ours = [process for process in psutil.process_iter(["cmdline"]) if runtime in " ".join(process.info["cmdline"] or ())]
+    children = [child for process in ours for child in process.children(recursive=True)]
+    assert len(children) >= 1 and not any("hunter" in " ".join(process.cmdline()) for process in [*ours, *children])
 
 
 class Latencies:

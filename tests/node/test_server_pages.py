@@ -41,6 +41,30 @@ def test_stored_pages_come_back_verified_and_in_order(node: NodeProcess) -> None
     assert client.stats()["leased_pages"] == 0
 
 
+def test_engines_with_another_secret_or_none_share_nothing(node: NodeProcess) -> None:
+    pages = chain("p", 3)
+    clients = [connect(node, 4, engine=f"e{i}", secret=secret) for i, secret in enumerate(("one", "two", ""))]
+    assert len({client.digest for client in clients}) == 3
+    for client in clients:
+        assert client.lookup(pages) == 0
+        client.store(pages)
+        assert client.lookup(pages) == 3
+    for client in clients:
+        request, slots = client.fetch(pages)
+        assert all(client.holds(slot, page) for slot, page in zip(slots, pages, strict=True))
+        slot = client.slot(slots[0])
+        keyed = [client.layout.verify(slot, pages[0], client.digest, other.layout.key) for other in clients]
+        assert keyed == [other is client for other in clients], "sealed without the secret's key"
+        client.release(request)
+
+
+def test_a_key_that_does_not_fit_the_digest_is_refused(node: NodeProcess) -> None:
+    connect(node, engine="a", secret="one")
+    for key in (b"", b"x" * 32, b"short"):
+        client = WireClient(node.paths.folder, engine="b", secret="one", changes={"key": key})
+        assert isinstance(client.welcome, protocol.Refused)
+
+
 def test_progress_is_streamed_in_batches(runtime_dir: Path) -> None:
     # Pages of 1 MiB: eight to a batch.
     namespace = small_namespace(layers=32, heads=4, tokens=128, layers_per_group=8)

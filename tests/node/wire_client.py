@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mooncake_kv.common.identity import KVNamespace
+from mooncake_kv.common.identity import KVNamespace, trailer_key
 from mooncake_kv.common.node import protocol
 from mooncake_kv.common.node.paths import NodePaths, node_paths
 from mooncake_kv.common.page import PageLayout
@@ -110,6 +110,7 @@ class WireClient:
         answers: bool = True,
         hello: bool = True,
         changes: dict[str, Any] | None = None,
+        secret: str = "",
     ) -> None:
         """Connects and says Hello (`changes` replaces fields of it). With `answers`, extents are mapped and unmapped and fences confirmed
         while reading; without, the descriptors of extents are `kept`."""
@@ -128,8 +129,8 @@ class WireClient:
         self.tiers: list[str] = []  # of the pages of the last fetch that was finished
         self._request = 0
         self.namespace = namespace or small_namespace()
-        self.layout = PageLayout(self.namespace)
-        self.digest = self.namespace.digest()
+        self.layout = PageLayout(self.namespace, trailer_key(secret))
+        self.digest = self.namespace.digest(secret)
         if hello:
             tool = role == "tool"
             fields: dict[str, Any] = {
@@ -141,6 +142,7 @@ class WireClient:
                 "pid": os.getpid(),
                 "namespace": b"" if tool else self.namespace.encode(),
                 "digest": "" if tool else self.digest,
+                "key": self.layout.key,
             }
             self.send(protocol.Hello(**{**fields, **(changes or {})}))
             self.welcome: Any = self.wait_for(protocol.Welcome | protocol.Refused)  # type: ignore[arg-type]

@@ -58,6 +58,9 @@ VALUES: dict[str, tuple[Any, str, Any]] = {
     "global_segment_size": (3355443200, "3200mb", 3355443200),
     "local_buffer_size": ("1t", "1TB", 1 << 40),
     "local_hostname": ("node-1.local", "node-1.local", "node-1.local"),
+    "write_policy": ("ALL", "all", "all"),
+    "replicas": (2, "2", 2),
+    "soft_pin": (True, "yes", True),
 }
 # Keys that are given together.
 PARTNERS = {"ssd_path": "ssd_size", "ssd_size": "ssd_path"}
@@ -85,6 +88,16 @@ def test_defaults() -> None:
         "metrics_port": 0,
         "ssd_path": "",
         "ssd_size": 0,
+        "master_server_address": "",
+        "metadata_server": "P2PHANDSHAKE",
+        "protocol": "tcp",
+        "device_name": "",
+        "global_segment_size": 4 << 30,
+        "local_buffer_size": 16 << 20,
+        "local_hostname": "",
+        "write_policy": "auto",
+        "replicas": 1,
+        "soft_pin": False,
     }
 
 
@@ -248,7 +261,7 @@ WRONG: list[tuple[str, Any]] = [(key, value) for key in KEYS if key != "device_n
 WRONG += [
     (key, True)
     for key in KEYS
-    if key not in ("save_decode", "verify_on_load")  # the two that take booleans
+    if key not in ("save_decode", "verify_on_load", "soft_pin")  # those that take booleans
 ]
 WRONG += [
     ("kind", "PD"),
@@ -299,6 +312,11 @@ WRONG += [
     ("protocol", "tcpp"),
     ("device_name", "a b"),
     ("global_segment_size", "1mb"),
+    ("global_segment_size", "17mb"),
+    ("master_server_address", "embeded"),
+    ("write_policy", "never"),
+    ("replicas", 0),
+    ("soft_pin", "perhaps"),
     ("local_buffer_size", 0),
 ]
 
@@ -331,6 +349,7 @@ def test_long_values_are_cut() -> None:
 @pytest.mark.parametrize("address", ["h:1", "10.1.2.3:50051", "[::1]:50051", "a.b-c.d:65535", "etcd://10.0.0.1:2379;10.0.0.2:2379"])
 def test_addresses(address: str) -> None:
     assert load({"master_server_address": address}).master_server_address == address
+    assert load({"master_server_address": "Embedded"}).master_server_address == "embedded"
 
 
 def test_unknown_keys_are_refused_with_a_guess() -> None:

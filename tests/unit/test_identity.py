@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mooncake_kv.common.identity import ITEM_BYTES, MIN_OBJECT_BYTES, KVNamespace
+from mooncake_kv.common.identity import ITEM_BYTES, MIN_OBJECT_BYTES, TRAILER_KEY_BYTES, KVNamespace, trailer_key
 from mooncake_kv.common.secret import Secret
 
 FACTS: dict[str, Any] = {
@@ -221,3 +221,10 @@ def test_secret_does_not_show_itself(caplog: pytest.LogCaptureFixture) -> None:
     assert secret == Secret("hunter2") != Secret("other")
     assert secret != "hunter2"
     assert len({secret, Secret("hunter2")}) == 1
+
+
+def test_trailer_key() -> None:
+    assert trailer_key("") == trailer_key(Secret()) == b""
+    key = trailer_key("hunter2")
+    assert len(key) == TRAILER_KEY_BYTES and key == trailer_key(Secret("hunter2")) != trailer_key("hunter3")
+    assert key.hex()[:32] != KVNamespace.build(**FACTS).digest("hunter2")
