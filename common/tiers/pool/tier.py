@@ -265,16 +265,18 @@ class PoolTier:
         """For each object whether it is stored now."""
         good = [False] * len(objects.keys)
         codes = self._client.claim(objects.keys, objects.sizes)
-        self._put(objects, [i for i, code in enumerate(codes) if code == 0 or code in FULL], good)
+        lost = self._put(objects, [i for i, code in enumerate(codes) if code == 0 or code in FULL], good)
         # -600: another thread of ours is between claim and revoke.
         others = [i for i, code in enumerate(codes) if code in (EXISTS, -600)]
-        if others:
-            self._settle(objects, others, good)
+        if others or lost:
+            self._settle(objects, others + lost, good)
         return good
 
-    def _put(self, objects: _Objects, places: list[int], good: list[bool], *, replace: bool = False) -> None:
-        """Put these, as long as there is room and each segment answers. Marks those that were stored."""
+    def _put(self, objects: _Objects, places: list[int], good: list[bool], *, replace: bool = False) -> list[int]:
+        """Put these, as long as there is room and each segment answers. Marks those that were stored; returns those that another writer
+        has taken from us meanwhile (codes of many kinds)."""
         deadline = time.monotonic() + FULL_S
+        lost: list[int] = []
         failed_once = False
         while places:
             begin = time.monotonic()
@@ -284,6 +286,7 @@ class PoolTier:
             failed = [place for place, code in zip(places, codes, strict=True) if code == TRANSFER_FAILED]
             for place in done:
                 good[place] = True
+            lost += set(places).difference(done, full, failed)
             spent = time.monotonic() - begin
             if done and not full and not failed:
                 self._measure("write", sum(objects.sizes[place] for place in done), spent)
@@ -294,15 +297,16 @@ class PoolTier:
                     # New objects go to a dead segment, too, until the master has noticed; a frozen one costs a second an object.
                     self._write_after = time.monotonic() + self._write_pause_s
                     self._write_pause_s = min(self._write_pause_s * 2, WRITE_PAUSE_MAX_S)
-                    return
+                    return lost
                 failed_once = True
             places = full + failed
             if full:
                 self._add(puts_full=len(full))
                 if time.monotonic() + FULL_STEP_S > deadline:
-                    return
+                    return lost
                 # Eviction is asynchronous: it begins with the refusal.
                 time.sleep(FULL_STEP_S)
+        return lost
 
     def _settle(self, objects: _Objects, places: list[int], good: list[bool]) -> None:
         """Keys that somebody has: stored, of another size or with an owner that is gone, being written, or left by a writer that died."""
@@ -330,7 +334,10 @@ class PoolTier:
         if places:
             self._add(keys_taken_over=len(places))
         # A live writer that is overtaken spoils the object at worst, and the checksum in its trailer says so.
-        self._put(objects, useless + places, good, replace=True)
+        if lost := self._put(objects, useless + places, good, replace=True):
+            found = self._client.replicas([objects.keys[place] for place in lost])
+            for place, replicas in zip(lost, found, strict=True):
+                good[place] = self._usable(replicas, objects.sizes[place])
 
     # ---- bad, drop, end -----------------------------------------------------------------------------------------------------------
 
