@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,6 +196,13 @@ def test_wrong_bytes_are_removed_when_the_caller_finds_them(make: Make, owner: P
     assert owner.call("raw_call", "is_exist", object_key("small", name, 1)) == 0
     assert tier.call("write", "small", name, [1])[0] == [True]
     assert tier.call("read", "small", name, [0, 1, 2])[:2] == [3, 3]
+
+
+def test_a_miss_writes_no_line_to_the_log(make: Make, name: str) -> None:
+    tier = make()
+    for number in range(20):
+        assert tier.call("read", "wide", name, [number])[0] == 0
+    assert len(Path(tier.log.name).read_text().splitlines()) < 5
 
 
 # ---- codes -------------------------------------------------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ class PoolClient:
             )
         self._store: Any = store
         self._open = True
+        wheel.silence()
 
     @property
     def endpoint(self) -> str:

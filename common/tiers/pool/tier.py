@@ -84,6 +84,7 @@ class PoolTier:
         self._writes = _WRITES.get(policy)
         self._layouts: dict[str, PageLayout] = {}
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
         # (digest, page hash) -> when it may be asked for again.
         self._negative: OrderedDict[tuple[str, bytes], float] = OrderedDict()
         # What was written or read lately, for `drop`.
@@ -264,12 +265,12 @@ class PoolTier:
     def _write_batch(self, objects: _Objects) -> list[bool]:
         """For each object whether it is stored now."""
         good = [False] * len(objects.keys)
-        codes = self._client.claim(objects.keys, objects.sizes)
-        lost = self._put(objects, [i for i, code in enumerate(codes) if code == 0 or code in FULL], good)
-        # -600: another thread of ours is between claim and revoke.
-        others = [i for i, code in enumerate(codes) if code in (EXISTS, -600)]
-        if others or lost:
-            self._settle(objects, others + lost, good)
+        # One thread at a time: claims are the process's, not the thread's.
+        with self._writing:
+            codes = self._client.claim(objects.keys, objects.sizes)
+            lost = self._put(objects, [i for i, code in enumerate(codes) if code == 0 or code in FULL], good)
+            if others := [i for i, code in enumerate(codes) if code == EXISTS] + lost:
+                self._settle(objects, others, good)
         return good
 
     def _put(self, objects: _Objects, places: list[int], good: list[bool], *, replace: bool = False) -> list[int]:

@@ -7,9 +7,11 @@ the operator has set.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import re
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import distribution, distributions
 from pathlib import Path
@@ -29,6 +31,7 @@ FLAVOURS = {
 }
 # Soname without version -> Debian package. The wheels need these three and bring the rest.
 LIBRARIES = {"libibverbs": "libibverbs1", "libnuma": "libnuma1", "libcurl": "libcurl4", "librdmacm": "librdmacm1"}
+_FATAL = 3
 # Measured with 0.3.13.post1; see docs/operations.md.
 ENVIRONMENT = {
     # A frozen master answers nothing for 30 s otherwise.
@@ -42,8 +45,6 @@ ENVIRONMENT = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
     "MC_TCP_ADMISSION_TIMEOUT_MS": "2000",
-    # One line an object otherwise when the owner of a segment has died.
-    "GLOG_minloglevel": "3",
     "MC_LOG_LEVEL": "ERROR",
     "MC_STORE_CLIENT_METRIC": "0",
 }
@@ -87,6 +88,17 @@ def _explain(message: str, flavour: str) -> str:
         how = f"install it (Debian, Ubuntu: apt-get install {package})" if package else f"it belongs to the {flavour} wheel's platform"
         return f"Mooncake ({flavour}) does not load because the system library {library} is missing: {how}"
     return f"Mooncake ({flavour}) does not load: {message[:300]}"
+
+
+def silence() -> None:
+    """No more lines on standard error, of which there is one for each object that is missing or not delivered: Mooncake's MC_LOG_LEVEL ends
+    at ERROR, so this sets the variable of its logging library. Does nothing where that library is not there as a file of its own."""
+    if os.environ.get("MC_LOG_LEVEL") != ENVIRONMENT["MC_LOG_LEVEL"]:
+        return
+    with suppress(OSError, ValueError):
+        library = next((line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libglog" in line), None)
+        if library is not None:
+            ctypes.c_int32.in_dll(ctypes.CDLL(library), "_ZN3fLI17FLAGS_minloglevelE").value = _FATAL
 
 
 @functools.cache
