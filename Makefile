@@ -22,4 +22,5 @@ test: lint
 
 bench: setup
 	@$(PYTHON) benchmarks/core.py
+	@$(PYTHON) benchmarks/tiers.py
 	@$(PYTHON) benchmarks/vllm_ttft.py

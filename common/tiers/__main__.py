@@ -8,6 +8,6 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from ..node import child_side
-from .host import NICE, run
+from .host import run
 
-child_side.main(NICE, run)
+child_side.main(0, run)

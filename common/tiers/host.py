@@ -29,7 +29,8 @@ from ..page import PageLayout
 from .base import NoticesUse, RegistersMemory, Stats, Tier, TierDown, open_tier
 from .messages import Open, Opened, Report, Result, TierJob, Touch, decode_to_tier
 
-NICE = 10
+READ_NICE = 10
+WRITE_NICE = 15
 READ_THREADS = 4
 REPORT_S = 1.0
 CLOSE_S = 1.5
@@ -88,9 +89,9 @@ class Host:
         self._extents = Extents()
         self._layouts: dict[str, PageLayout] = {}
         self._look = ThreadPoolExecutor(2, "look")
-        self._read = ThreadPoolExecutor(READ_THREADS, "read")
-        # Engines wait for reads; nobody waits for writes.
-        self._write = ThreadPoolExecutor(1, "write", os.nice, (5,))
+        # What moves bytes makes way for the node's event loop and for lookups, which have a tenth of a second; nobody waits for writes.
+        self._read = ThreadPoolExecutor(READ_THREADS, "read", os.nice, (READ_NICE,))
+        self._write = ThreadPoolExecutor(1, "write", os.nice, (WRITE_NICE,))
         self._flows = {"read": _Flow("read"), "write": _Flow("write")}
         self._pages_bad = 0
 

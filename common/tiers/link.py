@@ -80,18 +80,15 @@ class _Job:
 class _Times:
     """Seconds from a job's submission to the process to its answer."""
 
-    count: int = 0
-    total_s: float = 0.0
-    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=512))
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=256))
 
     def add(self, seconds: float) -> None:
-        self.count += 1
-        self.total_s += seconds
         self.recent_s.append(seconds)
 
-    def percentile_ms(self, share: float) -> float:
-        ordered = sorted(self.recent_s)
-        return round(ordered[min(int(share * len(ordered)), len(ordered) - 1)] * 1e3, 3) if ordered else 0.0
+    def percentiles_ms(self) -> tuple[float, float]:
+        """Median and 99th percentile of the last ones."""
+        ordered = sorted(self.recent_s) or [0.0]
+        return round(ordered[len(ordered) // 2] * 1e3, 3), round(ordered[len(ordered) * 99 // 100] * 1e3, 3)
 
 
 class TierLink:
@@ -189,7 +186,7 @@ class TierLink:
     def stats(self) -> Stats:
         stats: Stats = {"state": self.state, "reason": self.reason, "pid": self.pid}
         for name, times in self._times.items():
-            stats |= {f"{name}_p50_ms": times.percentile_ms(0.5), f"{name}_p99_ms": times.percentile_ms(0.99)}
+            stats[f"{name}_p50_ms"], stats[f"{name}_p99_ms"] = times.percentiles_ms()
             stats |= {f"{name}_waiting": len(self._waiting[name]) + self._running[name]}
         return stats | self._counts | self._reported
 

@@ -311,7 +311,7 @@ class SsdTier:
     # ---- the keeper's thread
 
     def _keep(self) -> None:
-        os.nice(5)
+        os.nice(15)
         while not self._closing:
             try:
                 self._write_stamps()
