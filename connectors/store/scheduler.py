@@ -153,7 +153,7 @@ class SchedulerHalf:
         """A request came in with these prompt tokens. `seed` starts its page hashes, `extras` go into the input of single pages (page
         index -> bytes), `skip` says in one word why it does not use the cache at all ('' if it does). `weights` names what the engine must
         have loaded beside the model's own weights for the hashes to be true; the workers check it."""
-        skip = skip or ("worker_unable" if self._unable else "other_weights" if weights in self._refused else "")
+        skip = skip or self._barred(weights)
         request = _Request(request_id, PageHasher(self._page, seed), len(tokens), skip, weights)
         self._requests[request_id] = request
         self.counters["requests"] += 1
@@ -182,8 +182,10 @@ class SchedulerHalf:
         if request.blind:
             request.blind = False
             return None
-        if self._barred(request):
-            self._drop_fetch(request)
+        if barred := self._barred(request.weights):
+            if not request.gave_up:
+                self.counters[f"skipped_{barred}"] += 1
+            self._give_up(request)
             return 0
         request.local = local_tokens
         fetch = request.fetch
@@ -221,8 +223,9 @@ class SchedulerHalf:
             request.blind = bool(request.waiting_since) and now - request.waiting_since < ADMISSION_S and self._room() < self._slot_bytes
         return request.blind
 
-    def _barred(self, request: _Request) -> bool:
-        return bool(self._unable) or request.weights in self._refused
+    def _barred(self, weights: str) -> str:
+        """Why nothing is loaded or saved any more for a request with these weights, '' if nothing speaks against it."""
+        return "worker_unable" if self._unable else "other_weights" if weights in self._refused else ""
 
     def _waits(self, request: _Request, fetch: Fetch) -> bool:
         """Is it too early to go on with what is staged?"""
@@ -408,7 +411,7 @@ class SchedulerHalf:
     def _plan_saves(self, request: _Request, last: int, table: list[int]) -> list[Save]:
         """Saves for the pages [mark, last) that are not stored yet, as far as there are slots; the mark moves behind what was planned."""
         saves: list[Save] = []
-        if self._barred(request):
+        if self._barred(request.weights):
             return saves
         last = min(last, len(request.hasher.hashes), len(table) * self._block // self._page)
         while request.mark < last:

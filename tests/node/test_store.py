@@ -115,6 +115,12 @@ class Rig:
             loaded += plan.loaded
         return invalid
 
+    def store(self, name: str, tokens: list[int]) -> None:
+        """A request of 300 tokens that finds nothing, in blocks 0 to 9; its four pages can be found when this returns."""
+        assert self.ask(name, tokens) == 0
+        assert self.run(name, tokens, list(range(10)), 0) == set()
+        until(lambda: self.stored(tokens) == 4)
+
     def stored(self, tokens: list[int]) -> int:
         lookup = self.clients[0].lookup(page_hashes(tokens))
         assert lookup is not None
@@ -138,9 +144,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 def test_what_two_ranks_saved_comes_back_in_other_blocks(rig: Rig) -> None:
     tokens = prompt(300, 1)
-    assert rig.ask("a", tokens) == 0
-    assert rig.run("a", tokens, list(range(10)), 0) == set()
-    until(lambda: rig.stored(tokens) == 4)
+    rig.store("a", tokens)
     written = [rank.rows(list(range(10)), 256) for rank in rig.ranks]
     assert rig.ask("b", tokens) == 256
     table = [40, 33, 52, 21, 60, 11, 12, 57, 30, 31]
@@ -187,9 +191,7 @@ def test_a_prompt_comes_back_from_disk_when_the_node_was_replaced(runtime_dir: P
 
 def test_a_large_load_takes_several_steps(rig: Rig) -> None:
     tokens = prompt(300, 6)
-    rig.ask("a", tokens)
-    rig.run("a", tokens, list(range(10)), 0)
-    until(lambda: rig.stored(tokens) == 4)
+    rig.store("a", tokens)
     rig.half._load_step_pages = 3
     plans: list[Plan] = []
     for name, table in (("b", list(range(20, 30))), ("c", list(range(40, 50)))):
@@ -205,9 +207,7 @@ def test_a_large_load_takes_several_steps(rig: Rig) -> None:
 
 def test_an_abort_ends_a_load_with_the_next_step(rig: Rig) -> None:
     tokens = prompt(300, 7)
-    rig.ask("a", tokens)
-    rig.run("a", tokens, list(range(10)), 0)
-    until(lambda: rig.stored(tokens) == 4)
+    rig.store("a", tokens)
     rig.half._load_step_pages = 1
     assert rig.ask("b", tokens) == 256
     rig.half.start("b", 256, lambda: list(range(20, 30)))
@@ -260,9 +260,7 @@ def test_a_rank_with_another_adapter_loads_and_saves_nothing_of_it(rig: Rig) -> 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_flipped_bit_ends_the_load_where_it_is_checked(rig: Rig, verify: bool) -> None:
     tokens = prompt(300, 3)
-    rig.ask("a", tokens)
-    rig.run("a", tokens, list(range(10)), 0)
-    until(lambda: rig.stored(tokens) == 4)
+    rig.store("a", tokens)
     assert rig.ask("b", tokens) == 256
     for rank in rig.ranks:
         rank.half._verify = verify
@@ -287,9 +285,7 @@ def test_a_flipped_bit_ends_the_load_where_it_is_checked(rig: Rig, verify: bool)
 
 def test_a_killed_node_costs_a_miss_and_comes_back_empty(rig: Rig) -> None:
     tokens = prompt(300, 4)
-    rig.ask("a", tokens)
-    rig.run("a", tokens, list(range(10)), 0)
-    until(lambda: rig.stored(tokens) == 4)
+    rig.store("a", tokens)
     assert rig.ask("b", tokens) == 256
     rig.half.start("b", 256, lambda: list(range(20, 30)))
 
@@ -300,6 +296,4 @@ def test_a_killed_node_costs_a_miss_and_comes_back_empty(rig: Rig) -> None:
     assert rig.load("b", kill) == set(range(20, 28)), "a slot of a lost node is not read"
     rig.settle()
     tokens = prompt(300, 5)
-    assert rig.ask("c", tokens) == 0
-    rig.run("c", tokens, list(range(10)), 0)
-    until(lambda: rig.stored(tokens) == 4)
+    rig.store("c", tokens)
