@@ -10,8 +10,8 @@ engines changes from round to round. Token ids are random: they change no timing
 
 Parts:
 - `ttft`: sessions of fresh engine processes. In each, rounds of: a prompt that nobody has seen (cold), the same prefix again (local), and
-  again after a reset of the engine's prefix cache (warm). A session is one pair of processes for the cold ratio: its value is the median over
-  its rounds of log(ours / plain), measured next to each other; the interval is Student's t over the sessions. The time inside our
+  again after a reset of the engine's prefix cache (warm). A session is one pair of processes for the cold ratio: its value is the median
+  over its rounds of log(ours / plain), measured next to each other; the interval is Student's t over the sessions. The time inside our
   connector's calls (all of them, scheduler and worker, and those of the tiny request that collects the last reports) is compared with TTFT.
 - `fresh`: prefixes stored by one engine process, each read once by another, ours from the node, in-tree from a standalone store client.
 - `gap`: a request decodes, and 3,007 tokens arrive: the largest time between two of its tokens until the newcomer has its first.
