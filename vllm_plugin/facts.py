@@ -6,13 +6,12 @@ group cannot express, is refused here by name (UnsupportedError), before anythin
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..common.config import CacheConfig
 from ..common.errors import UnsupportedError
-from ..common.fingerprint import model_fingerprint
 from ..common.identity import KVNamespace
+from ..connectors.model import heads_of_rank, local_weights, namespace_of_model
 
 # Drafting methods that add no layers to the KV cache.
 DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
@@ -34,27 +33,22 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: CacheConfig) ->
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     kv_dtype, variant = _kv_dtype(vllm_config, spec)
     mla = bool(model.use_mla)
-    return KVNamespace.build(
-        model=model_fingerprint(
-            model.hf_config.to_dict(),
-            Path() if config.model_id else _weights_folder(vllm_config),
-            compute_dtype=str(model.dtype),
-            max_model_len=model.max_model_len,
-            quantization="" if getattr(model.hf_config, "quantization_config", None) else model.quantization or "",
-            load_format=str(vllm_config.load_config.load_format),
-            mode=config.fingerprint,
-            model_id=config.model_id,
-        ),
+    load = vllm_config.load_config
+    return namespace_of_model(
+        config,
+        model.hf_config,
+        lambda: local_weights(model.model, model.revision, load.download_dir),
+        compute_dtype=str(model.dtype),
+        max_model_len=model.max_model_len,
+        quantization=model.quantization or "",
+        load_format=str(load.load_format),
+        page_tokens=config.page_tokens,
         kv_dtype=kv_dtype,
         num_layers=model.get_total_num_hidden_layers(),
         num_kv_heads=1 if mla else model.get_total_num_kv_heads(),
         k_head_dim=spec.head_size,
         v_head_dim=0 if mla else spec.head_size_v,
         mla=mla,
-        page_tokens=config.page_tokens,
-        layers_per_group=config.layers_per_group,
-        tenant=config.tenant,
-        weights_epoch=config.weights_epoch,
         variant=variant,
     )
 
@@ -64,10 +58,8 @@ def rank_of(vllm_config: Any, namespace: KVNamespace) -> Rank:
     parallel = vllm_config.parallel_config
     first_layer, _ = vllm_config.model_config.get_layers_start_end_indices(parallel)
     tp_size = parallel.tensor_parallel_size
-    tp_rank = parallel.rank % tp_size
-    replicas = max(1, tp_size // namespace.num_kv_heads)
-    per_rank = max(1, namespace.num_kv_heads // tp_size)
-    return Rank(first_layer, tp_rank // replicas * per_rank, tp_rank % replicas == 0)
+    first_head, writes = heads_of_rank(parallel.rank % tp_size, tp_size, namespace.num_kv_heads)
+    return Rank(first_layer, first_head, writes)
 
 
 def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -122,27 +114,3 @@ def _kv_dtype(vllm_config: Any, spec: Any) -> tuple[str, str]:
         return _FP8[cache_dtype], f"vllm {cache_dtype} {spec.kv_quant_mode.name.lower()}"
     _refuse(f"kv_cache_dtype {cache_dtype!r}")
     raise AssertionError
-
-
-def _weights_folder(vllm_config: Any) -> Path:
-    """The folder with the weight files that vLLM has just loaded."""
-    model, load = vllm_config.model_config, vllm_config.load_config
-    folder = Path(model.model)
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(
-                model.model,
-                revision=model.revision,
-                cache_dir=load.download_dir,
-                allow_patterns=["*.safetensors", "*.json"],
-                local_files_only=True,
-            )
-        )
-    except Exception as error:
-        raise UnsupportedError(
-            f"the weight files of model {model.model!r} were not found locally ({error}); set model_id in the cache configuration."
-        ) from error
