@@ -6,20 +6,18 @@ whoever asks for the cache gets one sentence that says which call differs.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ..common.errors import UnsupportedError
+from ..connectors import compat
+from ..connectors.compat import Signatures, own_version
 
 logger = logging.getLogger(__name__)
 
 TESTED = "0.32"
-
-Signatures = dict[str, tuple[str, ...]]
 
 FLAGS: Signatures = {
     "vllm.engine.arg_utils:EngineArgs.add_cli_args": ("parser",),
@@ -63,35 +61,9 @@ def vllm_version() -> str:
     return str(import_module("vllm.version").__version__)
 
 
-def own_version() -> str:
-    try:
-        return version("mooncake-kv")
-    except PackageNotFoundError:
-        return "unknown"
-
-
 def require(signatures: Signatures) -> None:
     """Raises UnsupportedError with one sentence if this vLLM lacks one of the calls, or takes other parameters for it."""
-    for name, expected in signatures.items():
-        found = _parameters(name)
-        if found != expected:
-            call = name.partition(":")[2]
-            differs = f"has no {call}" if found is None else f"declares {call}({', '.join(found)}) instead of ({', '.join(expected)})"
-            raise UnsupportedError(
-                f"mooncake-kv {own_version()} is written for vLLM {TESTED}.x; this is vLLM {vllm_version()}, which {differs}: "
-                f"install vLLM {TESTED}.x or a mooncake-kv made for this vLLM."
-            )
-
-
-def _parameters(name: str) -> tuple[str, ...] | None:
-    module, _, path = name.partition(":")
-    try:
-        found: Any = import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
-        return None
-    return tuple(inspect.signature(found).parameters)
+    compat.require(signatures, "vLLM", f"{TESTED}.x", vllm_version())
 
 
 @cache
