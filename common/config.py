@@ -310,6 +310,34 @@ _MOONCAKE_ONLY = frozenset(
     }
 )
 
+# Keys whose meaning we share with Mooncake and the engines' own use of it.
+_SHARED = frozenset(
+    {
+        "device_name",
+        "global_segment_size",
+        "local_buffer_size",
+        "local_hostname",
+        "master_server_address",
+        "metadata_server",
+        "protocol",
+        "tenant_id",
+    }
+)
+
+
+def asks_for_us(flag: Mapping[str, Any] | None, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether some source gives a key that only this project has. Where an engine has a backend of its own called mooncake, that tells
+    whose settings these are. A file that cannot be read counts as none, with a warning."""
+    environ = os.environ if environ is None else environ
+    names = set(flag or ())
+    if (path := environ.get(FILE_VARIABLE)) is not None:
+        try:
+            names |= set(_parse_json(_read_file(path), path))
+        except ConfigError as error:
+            log.warning("%s", error)
+    ours = (set(_PARSERS) | set(_KEY_ALIASES)) - _SHARED
+    return bool(names & ours) or any(f"MOONCAKE_{key.upper()}" in environ for key in ours)
+
 
 def load_config(
     flag: str | Mapping[str, Any] | None = None, *, flag_source: str = "--moon-cache-config", environ: Mapping[str, str] | None = None

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake_kv.common import config as config_module
-from mooncake_kv.common.config import NODE_KEYS, CacheConfig, load_config
+from mooncake_kv.common.config import NODE_KEYS, CacheConfig, asks_for_us, load_config
 from mooncake_kv.common.errors import ConfigError
 from mooncake_kv.common.secret import Secret
 from mooncake_kv.common.sizes import parse_size
@@ -493,3 +493,18 @@ def test_every_key_is_documented_with_its_default_and_variable() -> None:
         assert f"`{variable}`" in text
     for name in config_module._MOONCAKE_ONLY:
         assert f"`{name}`" in text
+
+
+def test_asks_for_us_only_with_a_key_that_nobody_else_has(tmp_path: Path) -> None:
+    stock = {"master_server_address": "h:1", "tenant_id": "a", "check_server": True, "prefetch_threshold": 64}
+    assert not asks_for_us(stock, {"MOONCAKE_MASTER": "h:1", "MOONCAKE_PROTOCOL": "tcp", "MOONCAKE_TENANT_ID": "a"})
+    assert not asks_for_us(None, {})
+    assert asks_for_us({**stock, "kind": "Store"}, {})
+    assert asks_for_us(None, {"MOONCAKE_DRAM_SIZE": "1gb"})
+    file = tmp_path / "config.json"
+    file.write_text('{"master_server_address": "h:1"}')
+    assert not asks_for_us(stock, {"MOONCAKE_CONFIG_PATH": str(file)})
+    file.write_text('{"node": "a"}')
+    assert asks_for_us(stock, {"MOONCAKE_CONFIG_PATH": str(file)})
+    file.write_text("{")
+    assert not asks_for_us(stock, {"MOONCAKE_CONFIG_PATH": str(file)})
