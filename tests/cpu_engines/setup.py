@@ -7,5 +7,8 @@ setup(
     version="0",
     packages=["mooncake_kv_cpu_engines"],
     python_requires=">=3.11",
-    entry_points={"vllm.general_plugins": ["mooncake_kv_cpu_engines = mooncake_kv_cpu_engines.vllm:register"]},
+    entry_points={
+        "vllm.general_plugins": ["mooncake_kv_cpu_engines = mooncake_kv_cpu_engines.vllm:register"],
+        "sglang.srt.plugins": ["mooncake_kv_cpu_engines = mooncake_kv_cpu_engines.sglang:register"],
+    },
 )

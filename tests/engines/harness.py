@@ -1,4 +1,5 @@
-"""Real vLLM engines for tests: `Engine` (the LLM class in a child process) and `Server` (the OpenAI API on a loopback port).
+"""Real engines for tests: `Driven` (an engine in a child process), `Engine` (vLLM's LLM class) and `Server` (its OpenAI API on a loopback
+port). SGLang's are in sglang_harness.
 
 Promises: every wait has a deadline; when one passes, or the test ends, the engine's whole process group is ended. A node that the engine
 started is not in that group: the fixture `runtime_dir` stops it. What the engine printed is in `log`, and its end is in every error.
@@ -75,6 +76,7 @@ def engine_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}" if cores > 1 else "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_PLUGINS": "mooncake_kv,mooncake_kv_cpu_engines",
+        "SGLANG_PLUGINS": "mooncake_kv,mooncake_kv_cpu_engines",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -121,39 +123,17 @@ class _Child:
         return found
 
 
-class Engine:
-    """A vLLM engine in a child process. `settings` configures the connector `mooncake`; None: an engine without connector (or with the one
-    in `engine_arguments`). `in_process` keeps scheduler and worker in the child itself: it starts in 8 s instead of 20 and `call` can reach
-    both, but it is not how engines are deployed."""
+class Driven:
+    """An engine in a child process that runs `driver`, a script around driver_loop.serve. `arguments` are those of its command `start`."""
 
     def __init__(
-        self,
-        model: Path,
-        log: Path,
-        *,
-        settings: Mapping[str, Any] | None = None,
-        environment: Mapping[str, str] | None = None,
-        in_process: bool = False,
-        start_timeout_s: float = START_TIMEOUT_S,
-        **engine_arguments: Any,
+        self, driver: Path, log: Path, arguments: Mapping[str, Any], environment: Mapping[str, str] | None, start_timeout_s: float
     ) -> None:
-        arguments: dict[str, Any] = {
-            "model": str(model),
-            "enforce_eager": True,
-            "max_model_len": 4096,
-            "block_size": 32,
-            "disable_log_stats": False,
-            "seed": 0,
-        }
-        if settings is not None:
-            arguments["kv_transfer_config"] = transfer_config(settings)
-        variables = {**(environment or {}), **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {})}
-        self._child = _Child([sys.executable, str(DRIVER)], engine_environment(variables), log, pipes=True)
+        self._child = _Child([sys.executable, str(driver)], engine_environment(environment), log, pipes=True)
         self.log = log
         self._buffer = b""
-        self._next_id = 0
         try:
-            self.start_s: float = self._ask(start_timeout_s, do="start", engine={**arguments, **engine_arguments})["start_s"]
+            self.start_s: float = self._ask(start_timeout_s, do="start", engine=dict(arguments))["start_s"]
         except BaseException:
             self._child.kill()
             raise
@@ -172,38 +152,11 @@ class Engine:
         return self._child.process.pid
 
     def processes(self) -> list[psutil.Process]:
-        """The driver, the engine core and the workers."""
+        """The driver and what it started."""
         return self._child._group()
 
-    def generate(self, ids: Sequence[int], max_tokens: int = 16, *, timeout_s: float = RUN_TIMEOUT_S, **more: Any) -> Result:
-        """One request, alone. `more` are fields of Request."""
-        sampling = {"max_tokens": max_tokens, **more.pop("sampling", {})}
-        return self.run([Request(ids=list(ids), sampling=sampling, **more)], timeout_s=timeout_s)[0]
-
-    def run(self, requests: Sequence[Request], *, reset_every: int = 0, timeout_s: float = RUN_TIMEOUT_S) -> list[Result]:
-        answer = self._ask(timeout_s, do="run", requests=self._named(requests), reset_every=reset_every)
-        return msgspec.convert(answer, list[Result])
-
-    def traffic(self, requests: Sequence[Request], seconds: float, *, at_once: int = 1, timeout_s: float = RUN_TIMEOUT_S) -> list[Result]:
-        """See vllm_driver.Driver.traffic. Blocks; to do something meanwhile, call it on another thread."""
-        answer = self._ask(seconds + timeout_s, do="traffic", requests=self._named(requests), seconds=seconds, at_once=at_once)
-        return msgspec.convert(answer, list[Result])
-
-    def _named(self, requests: Sequence[Request]) -> Any:
-        for request in requests:
-            if not request.id:
-                request.id = f"r{self._next_id}"
-                self._next_id += 1
-        return msgspec.to_builtins(requests)
-
-    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        return bool(self._ask(30, do="reset_prefix_cache", reset_connector=reset_connector))
-
-    def metrics(self) -> dict[str, float]:
-        return dict(self._ask(30, do="metrics"))
-
     def call(self, target: str, *, timeout_s: float = RUN_TIMEOUT_S, **arguments: Any) -> Any:
-        """Run `module:function(llm, **arguments)` in the driver; what it returns comes back as JSON."""
+        """Run `module:function(engine, **arguments)` in the driver; what it returns comes back as JSON."""
         return self._ask(timeout_s, do="call", target=target, arguments=arguments)
 
     def stop(self, timeout_s: float = 30) -> None:
@@ -248,6 +201,64 @@ class Engine:
                 self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
+
+
+class Engine(Driven):
+    """A vLLM engine in a child process. `settings` configures the connector `mooncake`; None: an engine without connector (or with the one
+    in `engine_arguments`). `in_process` keeps scheduler and worker in the child itself: it starts in 8 s instead of 20 and `call` can reach
+    both, but it is not how engines are deployed."""
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        in_process: bool = False,
+        start_timeout_s: float = START_TIMEOUT_S,
+        **engine_arguments: Any,
+    ) -> None:
+        arguments: dict[str, Any] = {
+            "model": str(model),
+            "enforce_eager": True,
+            "max_model_len": 4096,
+            "block_size": 32,
+            "disable_log_stats": False,
+            "seed": 0,
+        }
+        if settings is not None:
+            arguments["kv_transfer_config"] = transfer_config(settings)
+        variables = {**(environment or {}), **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {})}
+        self._next_id = 0
+        super().__init__(DRIVER, log, {**arguments, **engine_arguments}, variables, start_timeout_s)
+
+    def generate(self, ids: Sequence[int], max_tokens: int = 16, *, timeout_s: float = RUN_TIMEOUT_S, **more: Any) -> Result:
+        """One request, alone. `more` are fields of Request."""
+        sampling = {"max_tokens": max_tokens, **more.pop("sampling", {})}
+        return self.run([Request(ids=list(ids), sampling=sampling, **more)], timeout_s=timeout_s)[0]
+
+    def run(self, requests: Sequence[Request], *, reset_every: int = 0, timeout_s: float = RUN_TIMEOUT_S) -> list[Result]:
+        answer = self._ask(timeout_s, do="run", requests=self._named(requests), reset_every=reset_every)
+        return msgspec.convert(answer, list[Result])
+
+    def traffic(self, requests: Sequence[Request], seconds: float, *, at_once: int = 1, timeout_s: float = RUN_TIMEOUT_S) -> list[Result]:
+        """See vllm_driver.Driver.traffic. Blocks; to do something meanwhile, call it on another thread."""
+        answer = self._ask(seconds + timeout_s, do="traffic", requests=self._named(requests), seconds=seconds, at_once=at_once)
+        return msgspec.convert(answer, list[Result])
+
+    def _named(self, requests: Sequence[Request]) -> Any:
+        for request in requests:
+            if not request.id:
+                request.id = f"r{self._next_id}"
+                self._next_id += 1
+        return msgspec.to_builtins(requests)
+
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        return bool(self._ask(30, do="reset_prefix_cache", reset_connector=reset_connector))
+
+    def metrics(self) -> dict[str, float]:
+        return dict(self._ask(30, do="metrics"))
 
 
 class Server:

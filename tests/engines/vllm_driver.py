@@ -1,12 +1,10 @@
 """Child process of harness.Engine: one real vLLM engine, driven by JSON lines.
 
-Reads one command a line from stdin and answers each with one line on what was stdout when it started: `{"ok": ...}` or `{"error": "..."}`.
-Everything that vLLM and its processes print goes to stderr. Commands: start (first), run, traffic, reset_prefix_cache, metrics, call, stop.
+Commands (see driver_loop): start (first), run, traffic, reset_prefix_cache, metrics, call, stop.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -148,26 +146,10 @@ def _reported(result: Json) -> Json:
     return {**result, "ttft_s": result["token_times"][0] if result["token_times"] else None}
 
 
-def main() -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    driver = Driver()
-    for line in sys.stdin:
-        command: Json = json.loads(line)
-        name = command.pop("do")
-        if name == "stop":
-            break
-        try:
-            answer = {"ok": getattr(driver, name)(**command)}
-        except Exception as error:
-            import traceback
-
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-    driver.llm = None  # vLLM shuts its processes down when the engine is collected
-
-
 if __name__ == "__main__":
-    main()
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from tests.engines.driver_loop import serve
+
+    driver = Driver()
+    serve(driver)
+    driver.llm = None  # vLLM shuts its processes down when the engine is collected

@@ -1,0 +1,100 @@
+"""Real SGLang engines for tests, beside vLLM's in harness.
+
+Promises: those of harness. An engine counts as stopped only when its storage threads had time to write what requests left; see `settle`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.engines.harness import RUN_TIMEOUT_S, START_TIMEOUT_S, Driven
+
+DRIVER = Path(__file__).with_name("sglang_driver.py")
+
+
+class SGLangRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One request. `sampling` goes to SGLang's sampling parameters (temperature is 0)."""
+
+    ids: list[int]
+    sampling: dict[str, Any] = {}
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+
+class SGLangResult(msgspec.Struct, kw_only=True):
+    """`cached`: prompt tokens that were not computed; `tiers` says where they came from (`device`, `host`, `storage`)."""
+
+    output: list[int]
+    cached: int
+    tiers: dict[str, Any] = {}
+    finish: str
+    ttft_s: float | None = None
+
+    @property
+    def stored(self) -> int:
+        """Tokens that came from the storage backend."""
+        return int(self.tiers.get("storage", 0))
+
+
+class SGLangEngine(Driven):
+    """`settings` configures our storage backend, by the name `mooncake`; None: an engine without hierarchical cache (or with what
+    `engine_arguments` say)."""
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        start_timeout_s: float = START_TIMEOUT_S,
+        **engine_arguments: Any,
+    ) -> None:
+        arguments: dict[str, Any] = {
+            "model_path": str(model),
+            "device": "cpu",
+            "dtype": "bfloat16",
+            "attention_backend": "torch_native",
+            "mem_fraction_static": 0.3,
+            "max_total_tokens": 8192,
+            "disable_cuda_graph": True,
+            "disable_overlap_schedule": True,
+            "disable_custom_all_reduce": True,
+            "skip_tokenizer_init": True,
+            "page_size": 64,
+            "log_level": "info",
+            "random_seed": 0,
+        }
+        if settings is not None:
+            arguments |= cache_arguments(settings)
+        super().__init__(DRIVER, log, {**arguments, **engine_arguments}, environment, start_timeout_s)
+
+    def generate(self, ids: Sequence[int], max_tokens: int = 16, *, timeout_s: float = RUN_TIMEOUT_S, **more: Any) -> SGLangResult:
+        """One request, alone. `more` are fields of SGLangRequest."""
+        sampling = {"max_new_tokens": max_tokens, **more.pop("sampling", {})}
+        return self.run([SGLangRequest(ids=list(ids), sampling=sampling, **more)], timeout_s=timeout_s)[0]
+
+    def run(self, requests: Sequence[SGLangRequest], *, together: bool = False, timeout_s: float = RUN_TIMEOUT_S) -> list[SGLangResult]:
+        answer = self._ask(timeout_s, do="together" if together else "run", requests=msgspec.to_builtins(requests))
+        return msgspec.convert(answer, list[SGLangResult])
+
+    def flush(self) -> bool:
+        """Empty the engine's own caches, on device and host."""
+        return bool(self._ask(30, do="flush"))
+
+
+def cache_arguments(settings: Mapping[str, Any], backend: str = "mooncake") -> dict[str, Any]:
+    """SGLang's arguments for a storage backend with these settings. Short prompts are looked up too: 64 tokens, by default SGLang asks its
+    storage from 256 on."""
+    return {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 2.0,
+        "hicache_storage_backend": backend,
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": 64, **settings}),
+    }
