@@ -1,0 +1,405 @@
+"""Pages between the node and an engine's host memory, for engines whose own threads ask for pages by hash (SGLang's HiCache).
+
+Promises:
+- A page is copied in only after it was verified where `verify` is on, and every page from the first bad, missing or late one on is reported
+  as not read; the engine's memory of those holds anything.
+- A page is committed only after all of it that this rank holds was copied out. Ranks write their rectangles independently; the node shows a
+  page to readers when rectangles cover it.
+- No call waits for the node longer than the fetch timeout after its last word, nor for room to write in longer than that.
+- Several threads may call at once, on different pages. Nothing is copied outside a pin of the node's memory.
+- What `exists` staged is released when it was read, or STAGED_S after the last interest in it; more than `staged_bytes` of it at once is
+  released oldest first. A page whose lease is gone is fetched anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from ..common.kv_copy import BoundView
+from ..common.node.client import Fetch, NodeClient, Pending, Reserve
+from ..common.node.protocol import HASH_BYTES, Rectangle
+from ..common.page import PageLayout
+
+log = logging.getLogger("mooncake_kv.hicache")
+
+# Between the answer of `exists` and the reading lie one collective and one scheduling step of the engine.
+STAGED_S = 5.0
+# Pages are written in pieces, so that the first are sealed while the next are copied, and a small node has room for each piece.
+WRITE_BYTES = 32 << 20
+# Of the node's memory, at most this part is asked for at once: it keeps 1/8 for pages that are being written.
+WRITE_SHARE = 32
+# From the answer of the node's socket (60 us) to a millisecond.
+FIRST_POLL_S = 5e-5
+LAST_POLL_S = 1e-3
+LOG_S = 10.0
+
+
+class _Staged:
+    """A fetch that `exists` began: `places[hash]` is the page's index in it. `read`: how many of them were read."""
+
+    def __init__(self, fetch: Fetch, hashes: Sequence[bytes], now: float) -> None:
+        self.fetch = fetch
+        self.places = {page_hash: i for i, page_hash in enumerate(hashes)}
+        self.read = 0
+        self.readers = 0
+        self.touched = now
+
+    @property
+    def over(self) -> bool:
+        """Everything was read that there will be."""
+        fetch = self.fetch
+        return self.read >= (min(len(fetch.slots), len(self.places)) if fetch.done else len(self.places))
+
+
+class HiCacheStore:
+    """One rank. `view` is bound to this rank's rectangle, and copies between the engine's host memory and pages of `layout`, whose
+    `page_tokens` is the engine's own page size. `writes` is False on all but the lowest rank of a group that holds the same heads: such a
+    rank reports its pages as written without copying. `digest` is the namespace's, keyed if there is a pool secret."""
+
+    def __init__(
+        self,
+        client: NodeClient,
+        view: BoundView,
+        layout: PageLayout,
+        *,
+        digest: str,
+        rectangle: Rectangle,
+        writes: bool,
+        verify: bool,
+        timeout_s: float,
+        staged_bytes: int = 0,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._client = client
+        self._view = view
+        self._layout = layout
+        self._digest = digest
+        self._page = layout.namespace.page_tokens
+        whole = Rectangle(0, layout.namespace.num_layers, 0, layout.namespace.num_kv_heads)
+        self._rectangles = [] if rectangle == whole else [rectangle]
+        self._writes = writes
+        self._verify = verify
+        self._timeout_s = timeout_s
+        self._staged_bytes = staged_bytes
+        self._lock = threading.Lock()  # for what follows and the counters; never held while copying or waiting
+        self._staged: OrderedDict[int, _Staged] = OrderedDict()  # by request number, oldest interest first
+        self._late: list[Reserve] = []  # nobody waits for these any more; their slots go back
+        self._last_error = -LOG_S
+        self._changed = threading.Condition(self._lock)
+        self._closed = False
+        self._keeper = threading.Thread(target=self._keep, name="mooncake-kv-hicache", daemon=True)
+        self._keeper.start()
+
+    # ---- the engine's threads ----------------------------------------------------------------------------------------------------
+
+    def exists(self, hashes: Sequence[bytes]) -> int:
+        """How many leading pages are stored; begins to stage them."""
+        if not hashes or not self._client.ready:
+            return 0
+        lookup = self._client.lookup(hashes)
+        fetch = self._client.fetch(hashes, self._limit(), check=not self._verify)
+        pages = lookup.pages if lookup is not None and self._answered(lookup) else 0
+        if fetch is not None:
+            if pages:
+                self._keep_staged(fetch, hashes[:pages])
+            else:
+                self._client.release(fetch)
+        self._count(asked_pages=len(hashes), found_pages=pages)
+        return pages
+
+    def get(self, hashes: Sequence[bytes], token_slots: np.ndarray, view: BoundView | None = None) -> int:
+        """Copy the leading run of these pages in. `token_slots`: where their tokens go, int64 [len(hashes) * page_tokens], in `view` if it
+        is not the store's. Returns how many pages are there and good."""
+        begin = time.perf_counter()
+        good = 0
+        try:
+            good = self._get(hashes, np.asarray(token_slots, np.int64), view or self._view)
+        except Exception as error:  # a fault at run time ends in recomputing, whatever it was
+            self._complain("load", error)
+        took = time.perf_counter() - begin
+        self._count(loaded_pages=good, missed_pages=len(hashes) - good, load_us=int(took * 1e6))
+        return good
+
+    def set(self, hashes: Sequence[bytes], token_slots: np.ndarray, view: BoundView | None = None) -> list[bool]:
+        """Copy these pages out and commit them; for each, whether this rank's part is stored or on its way. Arguments as in `get`."""
+        begin = time.perf_counter()
+        if not self._writes:
+            return [True] * len(hashes)
+        done: list[bool] = []
+        slots = np.asarray(token_slots, np.int64)
+        try:
+            step = self._write_step()
+            for first in range(0, len(hashes), step):
+                part = hashes[first : first + step]
+                done += self._set(part, slots[first * self._page : (first + len(part)) * self._page], view or self._view)
+                if not done[-1]:
+                    break  # pages behind a gap are of little use, and there was no room
+        except Exception as error:
+            self._complain("save", error)
+        done += [False] * (len(hashes) - len(done))
+        took = time.perf_counter() - begin
+        self._count(saved_pages=sum(done), unsaved_pages=len(done) - sum(done), save_us=int(took * 1e6))
+        return done
+
+    def clear(self) -> None:
+        """Forget all pages of the namespace in the node, nobody else's."""
+        self._client.drop()
+
+    def close(self) -> None:
+        """Release what is staged and end the threads. No call may run or follow."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._keeper.join(2.0)
+        with self._lock:
+            staged = list(self._staged.values())
+            self._staged.clear()
+        for one in staged:
+            self._client.release(one.fetch)
+        self._view.close()
+
+    # ---- reading -----------------------------------------------------------------------------------------------------------------
+
+    def _get(self, hashes: Sequence[bytes], slots: np.ndarray, view: BoundView) -> int:
+        good = 0
+        if staged := self._take_staged(hashes):
+            try:
+                first = staged.places[hashes[0]]
+                good, bad = self._copy_in(staged.fetch, first, hashes, slots, view)
+            finally:
+                self._give_staged(staged, good)
+            if bad:
+                return good
+        # Not staged, given up, or cut by a limit: ask again for the rest, as long as that leads anywhere.
+        while good < len(hashes):
+            fetch = self._client.fetch(hashes[good:], self._limit(), check=not self._verify)
+            if fetch is None:
+                break
+            try:
+                more, bad = self._copy_in(fetch, 0, hashes[good:], slots[good * self._page :], view)
+            finally:
+                self._client.release(fetch)
+            good += more
+            if bad or not more:
+                break
+        return good
+
+    def _copy_in(self, fetch: Fetch, first: int, hashes: Sequence[bytes], slots: np.ndarray, view: BoundView) -> tuple[int, bool]:
+        """Copy pages of a fetch, from its index `first` on, as they are staged. Returns how many, and whether one was bad."""
+        good = 0
+        while good < len(hashes):
+            wanted = first + good
+            if not self._wait(partial(_has_more, fetch, wanted), fetch.expired):
+                break
+            ready = fetch.slots[wanted : first + len(hashes)]
+            if not ready:
+                break  # done, and no more came
+            copied, whole = self._scatter(fetch, ready, hashes[good : good + len(ready)], slots[good * self._page :], view)
+            good += copied
+            if not whole:
+                return good, True
+        return good, False
+
+    def _scatter(
+        self, fetch: Fetch, node_slots: Sequence[int], hashes: Sequence[bytes], slots: np.ndarray, view: BoundView
+    ) -> tuple[int, bool]:
+        arena = self._client.arena()
+        if arena is None:
+            return 0, False
+        # Generation 0: the lease ends with this client's own connection, which outlives the pin.
+        with arena.pin(fetch.epoch, 0) as pinned:
+            if pinned is None:
+                return 0, False
+            pages = [page for slot in node_slots if (page := pinned.slot(slot)) is not None]
+            if len(pages) < len(node_slots):
+                return 0, False
+
+            def check(i: int) -> bool:
+                return self._layout.verify(pages[i], hashes[i], self._digest)
+
+            good = view.scatter(slots[: len(pages) * self._page], 0, pages, check if self._verify else None)
+            pages.clear()
+        if good < len(hashes):
+            self._client.suspect([hashes[good]])
+            self._count(bad_pages=1)
+        return good, good == len(hashes)
+
+    def _take_staged(self, hashes: Sequence[bytes]) -> _Staged | None:
+        if not hashes:
+            return None
+        with self._lock:
+            for staged in reversed(self._staged.values()):
+                if hashes[0] in staged.places:
+                    staged.readers += 1
+                    return staged
+        return None
+
+    def _give_staged(self, staged: _Staged, pages: int) -> None:
+        request, over = staged.fetch.request, False
+        with self._changed:
+            staged.readers -= 1
+            staged.read += pages
+            staged.touched = time.monotonic()
+            over = not staged.readers and (staged.over or request not in self._staged)
+            if over:
+                self._staged.pop(request, None)
+            elif request in self._staged:
+                self._staged.move_to_end(request)
+            self._changed.notify_all()
+        if over:
+            self._client.release(staged.fetch)
+
+    def _keep_staged(self, fetch: Fetch, hashes: Sequence[bytes]) -> None:
+        with self._changed:
+            self._staged[fetch.request] = _Staged(fetch, hashes, time.monotonic())
+            held = sum(len(staged.places) for staged in self._staged.values()) * self._layout.slot_bytes
+            over: list[_Staged] = []
+            for request, staged in list(self._staged.items())[:-1]:
+                if held <= self._limit():
+                    break
+                if not staged.readers:
+                    over.append(self._staged.pop(request))
+                    held -= len(staged.places) * self._layout.slot_bytes
+            self._changed.notify_all()
+        for staged in over:
+            self._client.release(staged.fetch)
+
+    def _limit(self) -> int:
+        return self._staged_bytes or self._client.dram_bytes // 4
+
+    # ---- writing -----------------------------------------------------------------------------------------------------------------
+
+    def _write_step(self) -> int:
+        """Pages written at once."""
+        room = min(WRITE_BYTES, self._client.dram_bytes // WRITE_SHARE)
+        return max(1, room // self._layout.slot_bytes)
+
+    def _set(self, hashes: Sequence[bytes], slots: np.ndarray, view: BoundView) -> list[bool]:
+        done = [False] * len(hashes)
+        left = list(range(len(hashes)))
+        deadline = time.monotonic() + self._timeout_s
+        poll = FIRST_POLL_S
+        while left:
+            reserve = self._client.reserve([hashes[i] for i in left])
+            if reserve is None:
+                break
+            if not self._answered(reserve):
+                with self._changed:
+                    self._late.append(reserve)
+                    self._changed.notify_all()
+                break
+            given = [(i, slot) for i, slot in zip(left, reserve.slots, strict=True) if slot >= 0]
+            stored = [i for i, slot in zip(left, reserve.slots, strict=True) if slot == -1]
+            written = self._write(reserve, given, hashes, slots, view) if given else True
+            for i in [*stored, *(i for i, _ in given if written)]:
+                done[i] = True
+            if not written:
+                break
+            left = [i for i in left if not done[i]]
+            if left:
+                # No room: what is being sealed gives its share back, 1 ms for 10 MB.
+                if given or stored:
+                    poll = FIRST_POLL_S
+                if time.monotonic() > deadline:
+                    self._count(no_room=1)
+                    break
+                time.sleep(poll)
+                poll = min(2 * poll, 10 * LAST_POLL_S)
+        return done
+
+    def _write(
+        self, reserve: Reserve, given: Sequence[tuple[int, int]], hashes: Sequence[bytes], slots: np.ndarray, view: BoundView
+    ) -> bool:
+        """Copy pages (index, node's slot) out and commit them, all or none."""
+        good = False
+        try:
+            good = self._gather(reserve, given, slots, view)
+        finally:
+            if good:
+                self._client.commit(reserve.generation, [(hashes[i], slot) for i, slot in given], self._rectangles)
+            else:
+                self._client.discard(reserve.generation, [slot for _, slot in given])
+        return good
+
+    def _gather(self, reserve: Reserve, given: Sequence[tuple[int, int]], slots: np.ndarray, view: BoundView) -> bool:
+        arena = self._client.arena()
+        if arena is None:
+            return False
+        with arena.pin(reserve.epoch, 0) as pinned:
+            if pinned is None:
+                return False
+            pages = [page for _, slot in given if (page := pinned.slot(slot)) is not None]
+            if len(pages) < len(given):
+                return False
+            chosen = slots.reshape(-1, self._page)[[i for i, _ in given]].reshape(-1)
+            view.gather(chosen, 0, pages)
+            pages.clear()
+        return True
+
+    # ---- both --------------------------------------------------------------------------------------------------------------------
+
+    def _answered(self, handle: Pending) -> bool:
+        """Wait for the answer. False when there is none, or none in time."""
+        return self._wait(lambda: handle.done, handle.expired) and not handle.failed
+
+    @staticmethod
+    def _wait(ready: Callable[[], bool], expired: Callable[[float], bool]) -> bool:
+        poll = FIRST_POLL_S
+        while not ready():
+            if expired(time.monotonic()):
+                return ready()
+            time.sleep(poll)
+            poll = min(1.5 * poll, LAST_POLL_S)
+        return True
+
+    def _keep(self) -> None:
+        """Release what nobody came for, until the store is closed."""
+        while True:
+            over: list[_Staged] = []
+            with self._changed:
+                wait = STAGED_S if self._staged else None
+                self._changed.wait(0.1 if self._late else wait)
+                if self._closed:
+                    return
+                old = time.monotonic() - STAGED_S
+                for request, staged in list(self._staged.items()):
+                    if staged.touched <= old and not staged.readers:
+                        over.append(self._staged.pop(request))
+                late = [reserve for reserve in self._late if reserve.done]
+                self._late = [reserve for reserve in self._late if not reserve.done]
+            for staged in over:
+                self._client.release(staged.fetch)
+            for reserve in late:
+                if not reserve.failed:
+                    self._client.discard(reserve.generation, [slot for slot in reserve.slots if slot >= 0])
+
+    def _count(self, **numbers: int) -> None:
+        with self._lock:
+            self.counters.update(numbers)
+
+    def _complain(self, what: str, error: Exception) -> None:
+        now = time.monotonic()
+        self._count(**{f"failed_{what}s": 1})
+        if now - self._last_error > LOG_S:
+            self._last_error = now
+            log.exception("a %s failed and counts as a miss: %s", what, error)
+
+
+def _has_more(fetch: Fetch, pages: int) -> bool:
+    return len(fetch.slots) > pages or fetch.done
+
+
+def page_hash(key: str) -> bytes | None:
+    """A storage key as a page hash, None if it is none."""
+    try:
+        raw = bytes.fromhex(key)
+    except (TypeError, ValueError):
+        return None
+    return raw if len(raw) == HASH_BYTES else None
