@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-FOLDERS = ("common", "connectors", "vllm_plugin")
+FOLDERS = ("common", "connectors", "vllm_plugin", "sglang_plugin")
 PACKAGES = [f"mooncake_kv.{name}" for folder in FOLDERS for name in (folder, *(f"{folder}.{sub}" for sub in find_packages(folder)))]
 VLLM = "vllm>=0.32,<0.33"
 MOONCAKE = "0.3.13.post1"
@@ -47,5 +47,6 @@ setup(
     entry_points={
         "console_scripts": ["mooncake-kv = mooncake_kv.common.cli:app"],
         "vllm.general_plugins": ["mooncake_kv = mooncake_kv.vllm_plugin:register"],
+        "sglang.srt.plugins": ["mooncake_kv = mooncake_kv.sglang_plugin:register"],
     },
 )
