@@ -16,7 +16,7 @@ from ..common.errors import ConfigError, UnsupportedError
 from ..common.identity import KVNamespace
 from ..common.node.protocol import Rectangle
 from ..connectors.model import heads_of_rank, local_weights, namespace_of_model
-from . import FLAG, compat
+from . import FLAG, compat, hooks
 
 DEFAULT_PAGE = 64
 # Drafting methods that add no layers to the KV cache.
@@ -43,6 +43,8 @@ def namespace_of(pool: Any, storage_config: Any, config: CacheConfig) -> KVNames
     ConfigError where the page size was configured otherwise."""
     model = compat.model_config()
     refuse_unsupported(pool, storage_config, model)
+    if hooks.weights_changed:
+        _refuse("weights that were changed at run time")
     if config.sources.get("page_tokens", "default") != "default" and config.page_tokens != pool.page_size:
         raise ConfigError(
             f"page_tokens is {config.page_tokens} ({config.sources['page_tokens']}), but SGLang's pages have {pool.page_size} tokens: "

@@ -23,6 +23,8 @@ logger = logging.getLogger("mooncake_kv.sglang")
 
 # Backends of this process; anything with `stop(reason)`.
 backends: weakref.WeakSet[Any] = weakref.WeakSet()
+# Since the start of the process: the files on disk say nothing about the weights any more.
+weights_changed = False
 _installed = False
 
 
@@ -93,6 +95,8 @@ def _lora_id(original: Callable[[str, str], str], lora_name: str, lora_path: str
 
 
 def _update_weights(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    global weights_changed
+    weights_changed = True
     for backend in list(backends):
         backend.stop("the weights were changed at run time, so this engine's KV is that of another model")
     return original(*args, **kwargs)

@@ -81,8 +81,9 @@ def test_every_core_module_imports_without_engine_or_torch() -> None:
     assert not loaded & (ENGINES | HEAVY)
 
 
-def test_importing_the_vllm_plugin_imports_no_vllm() -> None:
-    loaded = modules_after("import mooncake_kv.vllm_plugin")
+@pytest.mark.parametrize("plugin", ["vllm_plugin", "sglang_plugin"])
+def test_importing_a_plugin_imports_no_engine(plugin: str) -> None:
+    loaded = modules_after(f"import mooncake_kv.{plugin}")
     assert not loaded & (ENGINES | HEAVY)
 
 

@@ -1,0 +1,334 @@
+"""Our backend in SGLang's own shapes, without an engine: real host pools, storage configuration, hashes and hooks, on a real node."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mooncake_kv.common.errors import ConfigError, UnsupportedError
+from mooncake_kv.common.hashing import page_hashes, storage_namespace_seed
+from mooncake_kv.sglang_plugin import compat, facts, hooks
+from tests.node.scripted_peer import until
+
+P, LAYERS, HEADS, DIM, SLOTS = 16, 3, 2, 32, 256
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+KEYS = [page_hash.hex() for page_hash in page_hashes(list(range(P * 8)), P)]
+SETTINGS = {"kind": "Store", "dram_size": "64mb", "extent_size": "16mb", "fetch_timeout_ms": 5000, "model_id": "test"}
+# What facts asks SGLang for about the process; a real engine's answers are in test_cross_engine.
+MODEL: dict[str, Any] = {
+    "hf_config": SimpleNamespace(to_dict=lambda: {"num_hidden_layers": LAYERS}),
+    "model_path": "/nowhere",
+    "revision": None,
+    "dtype": torch.bfloat16,
+    "context_len": 1024,
+    "quantization": None,
+    "num_hidden_layers": LAYERS,
+    "num_attention_layers": LAYERS,
+    "get_total_num_kv_heads": lambda: HEADS,
+    "is_hybrid_swa": False,
+    "sliding_window_size": None,
+    "attention_chunk_size": None,
+}
+PROCESS: dict[str, dict[str, Any]] = {
+    "model": {"kv_cache_dtype": "auto", "quantization_param_path": None, "load_format": "auto", "download_dir": None},
+    "spec": {"speculative_algorithm": None},
+    "lora": {"enable_lora": False},
+    "device": {"device": "cpu"},
+    "memory": {"hicache_storage_backend": "mooncake", "hicache_storage_backend_extra_config": json.dumps({"kind": "Store"})},
+}
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A SGLang process that can be changed."""
+    state: dict[str, Any] = {"model_config": SimpleNamespace(**MODEL), **{k: SimpleNamespace(**v) for k, v in PROCESS.items()}}
+    state["parallel"] = SimpleNamespace(nnodes=1)
+    monkeypatch.setattr(compat, "settings", lambda group: state[group])
+    monkeypatch.setattr(compat, "parallel", lambda: state["parallel"])
+    monkeypatch.setattr(compat, "model_config", lambda: state["model_config"])
+    monkeypatch.setattr(compat, "server_args", lambda: SimpleNamespace(port=30000, random_seed=1))
+    monkeypatch.setattr(hooks, "_installed", True)
+    monkeypatch.setattr(hooks, "weights_changed", False)
+    return state
+
+
+def host_pool(layout: str = "page_first", heads: int = HEADS, seed: int | None = None) -> Any:
+    from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
+    from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    layers = tuple(torch.zeros((SLOTS, heads, DIM), dtype=torch.bfloat16) for _ in range(LAYERS))
+    pointers = torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.uint64)
+    info = MHABufferInfo(
+        buffers=KVBuffers(k=layers, v=layers, k_data_ptrs=pointers, v_data_ptrs=pointers, layout=KVBufferLayout.NHD),
+        page_size=P,
+        head_num=heads,
+        head_dim=DIM,
+        v_head_dim=DIM,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    with host_memory_budget_scope(1 << 30):
+        pool = MHATokenToKVPoolHost(
+            info, 1.0, 0, P, layout, pin_memory=False, device_capacity_tokens=SLOTS, start_layer=0, end_layer=LAYERS
+        )
+    if seed is not None:
+        pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16))
+    return pool
+
+
+def storage_config(extra: dict[str, Any] | None = None, **more: Any) -> Any:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    given = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1, "is_mla_model": False}
+    given |= {"enable_storage_metrics": True, "is_page_first_layout": True, "model_name": "m", **more}
+    return HiCacheStorageConfig(**given, extra_config={**SETTINGS, **(extra or {})})
+
+
+@pytest.fixture
+def attach(process: dict[str, Any], runtime_dir: Path) -> Iterator[Any]:
+    from mooncake_kv.sglang_plugin.backend import MooncakeHiCache
+
+    made: list[MooncakeHiCache] = []
+
+    def make(pool: Any, config: Any = None) -> MooncakeHiCache:
+        config = config or storage_config()
+        backend = MooncakeHiCache(config)
+        made.append(backend)
+        backend.register_mem_pool_host(pool)
+        backend.register_mem_host_pool_v2(pool, "kv")
+        backend.on_host_pools_registered()
+        if backend._client is not None:
+            until(lambda: backend.counters()["mapped_bytes"] > 0)
+        return backend
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+def indices(*pages: int) -> torch.Tensor:
+    return torch.cat([torch.arange(page * P, (page + 1) * P) for page in pages])
+
+
+def same(one: Any, page: int, other: Any, place: int) -> bool:
+    """Whether two pools of any layout hold the same page there."""
+    return np.array_equal(tokens(one)[:, page * P : (page + 1) * P], tokens(other)[:, place * P : (place + 1) * P])
+
+
+def tokens(pool: Any) -> np.ndarray:
+    """[K and V, tokens, layers, heads, dim], as bits."""
+    buffer = pool.kv_buffer.view(torch.int16)
+    if pool.layout == "layer_first":
+        buffer = buffer.permute(0, 2, 1, 3, 4)
+    elif pool.layout == "page_first_direct":
+        buffer = buffer.permute(0, 1, 3, 2, 4, 5).flatten(1, 2)
+    elif pool.layout == "page_head":
+        buffer = buffer.permute(0, 1, 3, 4, 2, 5).flatten(1, 2)
+    return np.asarray(buffer.numpy())
+
+
+def test_the_private_calls_are_those_of_this_sglang() -> None:
+    compat.require(compat.HOOKS)
+    compat.require(compat.BACKEND)
+
+
+@pytest.mark.parametrize(("extra_key", "salt"), [(None, None), ("", None), (None, "a"), ("lora", "a\u00e9")])
+def test_sglang_keys_are_our_page_hashes(extra_key: str | None, salt: str | None) -> None:
+    from sglang.srt.mem_cache import utils
+
+    ids = [int(x) for x in np.random.default_rng(3).integers(0, 1 << 32, 300)]
+    seed = storage_namespace_seed(extra_key, salt)
+    assert (utils.storage_namespace_seed(extra_key, salt) or "") == seed.hex()
+    for page in (16, 64):
+        keys = utils.get_hash_str(ids, seed.hex() or None, page_size=page)
+        assert keys[: len(ids) // page] == [page_hash.hex() for page_hash in page_hashes(ids, page, seed)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_of_each_layout(attach: Any, layout: str) -> None:
+    pool, other = host_pool(layout, seed=1), host_pool("page_first")
+    writer, reader = attach(pool), attach(other)
+    assert writer.batch_set_v1(KEYS[:3], indices(5, 2, 9)) == [True] * 3
+    until(lambda: reader.batch_exists(KEYS) == 3)
+    assert reader.exists(KEYS[2]) and not reader.exists(KEYS[3])
+    assert reader.batch_get_v1(KEYS[:4], indices(0, 1, 2, 3)) == [True, True, True, False]
+    assert all(same(pool, page, other, place) for place, page in enumerate((5, 2, 9)))
+    stats = reader.get_stats()
+    assert stats.prefetch_pgs == [3] and stats.prefetch_bandwidth[0] > 0 and reader.get_stats().prefetch_pgs == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_older_calls_move_the_same_bytes(attach: Any, layout: str) -> None:
+    pool, other = host_pool(layout, seed=2), host_pool(layout)
+    backend = attach(pool)
+    assert backend.batch_set(KEYS[:2], [pool.get_data_page(page * P) for page in (4, 7)])
+    assert backend.set(KEYS[2], pool.get_data_page(P))
+    until(lambda: backend.batch_exists(KEYS) == 3)
+    found = backend.batch_get(KEYS[:4], [other.get_dummy_flat_data_page() for _ in range(4)])
+    assert [page is not None for page in found] == [True, True, True, False]
+    for place, page in enumerate((4, 7, 1)):
+        other.set_from_flat_data_page(place * P, found[place])
+        assert same(pool, page, other, place)
+    assert backend.get(KEYS[3], other.get_dummy_flat_data_page()) is None
+    # and they are the pages of the newer calls
+    reader = host_pool("page_head")
+    assert attach(reader).batch_get_v1(KEYS[:1], indices(3)) == [True]
+    assert same(pool, 4, reader, 3)
+
+
+def test_ranks_of_one_engine_write_a_page_together(attach: Any) -> None:
+    pools = [host_pool("page_first", 1, seed=rank) for rank in range(2)]
+    ranks = [attach(pool, storage_config(tp_rank=i, tp_size=2)) for i, pool in enumerate(pools)]
+    assert ranks[0].batch_set_v1(KEYS[:2], indices(0, 1)) == [True, True]
+    assert ranks[1].batch_set_v1(KEYS[:2], indices(0, 1)) == [True, True]
+    whole = host_pool()
+    reader = attach(whole, storage_config(dp_rank=1))
+    until(lambda: reader.batch_exists(KEYS[:2]) == 2)
+    assert reader.batch_get_v1(KEYS[:2], indices(0, 1)) == [True, True]
+    for head, pool in enumerate(pools):
+        assert np.array_equal(tokens(whole)[:, : 2 * P, :, head], tokens(pool)[:, : 2 * P, :, 0])
+
+
+def test_of_replicas_one_writes(attach: Any) -> None:
+    ranks = [attach(host_pool(heads=1, seed=1), storage_config(tp_rank=rank, tp_size=4)) for rank in range(4)]
+    assert [rank._rank.writes for rank in ranks] == [True, False, True, False]
+    assert [rank._rank.rectangle.first_head for rank in ranks] == [0, 0, 1, 1]
+    for rank in (ranks[0], ranks[1], ranks[3]):
+        assert rank.batch_set_v1(KEYS[:1], indices(0)) == [True]
+    assert ranks[0].batch_exists(KEYS[:1]) == 0
+    ranks[2].batch_set_v1(KEYS[:1], indices(0))
+    until(lambda: ranks[3].batch_exists(KEYS[:1]) == 1)
+
+
+def test_one_bool_for_each_key_whatever_the_keys_are(attach: Any) -> None:
+    backend = attach(host_pool(seed=1))
+    odd = [KEYS[0], "not a hash", KEYS[1]]
+    assert backend.batch_set_v1(odd, indices(0, 1, 2)) == [True, False, False]
+    assert backend.batch_exists(odd) <= 1
+    assert backend.batch_get_v1(["", *KEYS[:2]], indices(0, 1, 2)) == [False] * 3
+    assert backend.batch_exists([]) == 0 and backend.batch_get_v1([], torch.arange(0)) == []
+
+
+def test_clear_and_changed_weights(attach: Any) -> None:
+    backend, other = attach(host_pool(seed=1)), attach(host_pool(), storage_config({"tenant": "other"}, dp_rank=1))
+    for one in (backend, other):
+        one.batch_set_v1(KEYS[:1], indices(0))
+        until(lambda one=one: one.exists(KEYS[0]))
+    backend.clear()
+    until(lambda: not backend.exists(KEYS[0]))
+    assert other.exists(KEYS[0])
+    assert hooks._update_weights(lambda *args: "updated", object(), object()) == "updated"
+    assert not other.exists(KEYS[0]) and other.batch_set_v1(KEYS[:1], indices(0)) == [False]
+    with pytest.raises(UnsupportedError, match="weights that were changed at run time"):
+        attach(host_pool())
+
+
+UNSUPPORTED: dict[str, Any] = {
+    "speculative decoding with EAGLE": lambda state, pool: setattr(state["spec"], "speculative_algorithm", "EAGLE"),
+    "sliding window attention": lambda state, pool: setattr(state["model_config"], "sliding_window_size", 128),
+    "chunked local attention": lambda state, pool: setattr(state["model_config"], "attention_chunk_size", 64),
+    "several machines": lambda state, pool: setattr(state["parallel"], "nnodes", 2),
+    "2 draft layers": lambda state, pool: setattr(pool, "target_layer_num", LAYERS - 2),
+    "host page format": lambda state, pool: setattr(pool, "storage_format_tag", "packed"),
+    "layers of the model": lambda state, pool: setattr(state["model_config"], "num_attention_layers", 9),
+    "without memory": lambda state, pool: setattr(pool, "kv_buffer", None),
+    "KV of dtype torch.int8": lambda state, pool: setattr(pool, "dtype", torch.int8),
+    "layout 'page_unified'": lambda state, pool: setattr(pool, "layout", "page_unified"),
+}
+
+
+@pytest.mark.parametrize("what", list(UNSUPPORTED))
+def test_refused_by_name(attach: Any, process: dict[str, Any], what: str) -> None:
+    pool = host_pool()
+    UNSUPPORTED[what](process, pool)
+    with pytest.raises(UnsupportedError, match=what):
+        attach(pool)
+    backend = attach(pool, storage_config({"on_unsupported": "disable"}))
+    assert backend.batch_exists(KEYS) == 0 and backend.batch_get_v1(KEYS[:2], indices(0, 1)) == [False, False]
+
+
+@pytest.mark.parametrize(("name", "value"), [("attn_cp_size", 2), ("tp_size", 3)])
+def test_topologies_refused_by_name(attach: Any, name: str, value: int) -> None:
+    with pytest.raises(UnsupportedError, match="mooncake-kv does not serve"):
+        attach(host_pool(), storage_config(**{name: value}))
+
+
+def test_side_pools_are_refused_by_name(attach: Any) -> None:
+    backend = attach(host_pool())
+    with pytest.raises(UnsupportedError, match="'mamba'"):
+        backend.register_mem_host_pool_v2(object(), "mamba")
+
+
+def test_configuration_mistakes_are_named(attach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"hicache-storage-backend-extra-config.*did you mean dram_size"):
+        attach(host_pool(), storage_config({"dram_sise": 1}))
+    with pytest.raises(ConfigError, match="--page-size 64"):
+        attach(host_pool(), storage_config({"page_tokens": 64}))
+    monkeypatch.setattr(hooks, "_installed", False)
+    with pytest.raises(ConfigError, match="SGLANG_PLUGINS"):
+        attach(host_pool())
+
+
+def test_says_with_whom_it_does_not_share(attach: Any, process: dict[str, Any]) -> None:
+    backend = attach(host_pool())
+    process["lora"].enable_lora = True
+    said = facts.notes(backend._layout.namespace)
+    assert any("16 tokens" in line and "--page-size 64" in line for line in said) and any("LoRA" in line for line in said)
+
+
+def test_the_newer_calls_are_chosen_for_a_dynamic_backend(attach: Any) -> None:
+    config = storage_config({"backend_name": "x", "module_path": "y", "class_name": "z", "file_storage_path": "w"})
+    attach(host_pool(), config)
+    assert config.extra_config["interface_v1"]
+
+
+def test_the_stock_backend_stays_untouched(process: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def original(*args: Any, **kwargs: Any) -> str:
+        calls.append((args, kwargs))
+        return "stock"
+
+    stock = SimpleNamespace(extra_config={"master_server_address": "localhost:50051", "protocol": "tcp"})
+    assert hooks._create_backend(original, "cls", "mooncake", stock, "pool", a=1) == "stock"
+    assert calls == [(("cls", "mooncake", stock, "pool"), {"a": 1})]
+    assert hooks._create_backend(original, "cls", "file", SimpleNamespace(extra_config=SETTINGS), "pool") == "stock"
+    process["memory"].hicache_storage_backend_extra_config = json.dumps(stock.extra_config)
+    assert hooks._allocator_type(lambda: "mooncake") == "mooncake"
+    process["memory"].hicache_storage_backend_extra_config = json.dumps({**stock.extra_config, "kind": "Store"})
+    assert hooks._allocator_type(lambda: "mooncake") == "default"
+
+
+def test_the_transfer_engine_is_not_set_up_for_our_sake(process: dict[str, Any]) -> None:
+    from sglang.srt.environ import envs
+
+    def original(*, gpu_id: int) -> bool:
+        return bool(envs.SGLANG_HICACHE_MOONCAKE_REUSE_TE.get())
+
+    assert hooks._transfer_engine(original, gpu_id=0) is False
+    process["memory"].hicache_storage_backend = "file"
+    assert hooks._transfer_engine(original, gpu_id=0) is True
+
+
+def test_an_adapter_is_known_by_its_files(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    def original(name: str, path: str) -> str:
+        return uuid.uuid5(uuid.NAMESPACE_URL, f"{name}\0{path}").hex
+
+    (tmp_path / "adapter_config.json").write_text("{}")
+    save_file({"a": torch.zeros(8)}, tmp_path / "adapter_model.safetensors")
+    first = hooks._lora_id(original, "a", str(tmp_path))
+    assert first == hooks._lora_id(original, "a", str(tmp_path)) and len(first) == 32
+    save_file({"a": torch.ones(16)}, tmp_path / "adapter_model.safetensors")
+    assert hooks._lora_id(original, "a", str(tmp_path)) != first
+    assert hooks._lora_id(original, "a", "/nowhere") != hooks._lora_id(original, "a", "/nowhere"), "nobody shares what is unknown"
