@@ -1,6 +1,6 @@
 """Real SGLang engines for tests, beside vLLM's in harness.
 
-Promises: those of harness. An engine counts as stopped only when its storage threads had time to write what requests left; see `settle`.
+Promises: those of harness. An engine stores pages after it has answered: wait for them (judge.PageReader) before it is stopped.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 
 import msgspec
 
+from mooncake_kv.common.identity import KVNamespace
 from tests.engines.harness import RUN_TIMEOUT_S, START_TIMEOUT_S, Driven
 
+LOADED = "MOONCAKE_KV_TEST_LOADED"
 DRIVER = Path(__file__).with_name("sglang_driver.py")
 
 
@@ -86,6 +88,11 @@ class SGLangEngine(Driven):
     def flush(self) -> bool:
         """Empty the engine's own caches, on device and host."""
         return bool(self._ask(30, do="flush"))
+
+
+def namespace_in(folder: Path) -> KVNamespace:
+    """Of an engine that was started with LOADED = folder."""
+    return KVNamespace.decode(bytes.fromhex((folder / "namespace").read_text()))
 
 
 def cache_arguments(settings: Mapping[str, Any], backend: str = "mooncake") -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,37 +28,63 @@ def install(rank: int) -> None:
     if getattr(WorkerHalf._load, "mooncake_kv_test", False):
         return
     original = WorkerHalf._load
-    control = Path(os.environ[FAULT])
 
     def _load(self: Any, load: Any, digest: str) -> int:
-        try:
-            fault = json.loads(control.read_text())
-        except FileNotFoundError:
-            return original(self, load, digest)
-        if rank not in fault["ranks"]:
-            return original(self, load, digest)
-        middle = len(load.slots) // 2
-        if fault["kind"] == "error":
-            raise RuntimeError("planted by a test")
-        if fault["kind"] == "drop":
-            load.slots[middle] = (1 << 62) | (load.slots[middle] & 0xFFF)
-            return original(self, load, digest)
-        with self._client.arena().pin(load.epoch, load.generation) as pinned:
-            pages = zip(load.slots[:middle], load.hashes[:middle], strict=True)
-            if not all(self._layout.verify(pinned.slot(slot), page_hash, digest) for slot, page_hash in pages):
-                # A load that was staged before an earlier fault hit its pages. It ends before it would find this one.
-                return original(self, load, digest)
-            page = pinned.slot(load.slots[middle])
-            if fault["kind"] == "flip":
-                page[self._layout.slot_bytes // 3 + rank] ^= 16  # not the bit that another rank has flipped
-            elif fault["kind"] == "swap":
-                page[:] = pinned.slot(load.slots[middle - 1])
-            else:
-                page[-4096:] = 0
+        if fault := _fault(rank):
+            _meet(fault, rank, self, load, load.slots, load.hashes, digest, load.generation)
         return original(self, load, digest)
 
     _load.mooncake_kv_test = True  # type: ignore[attr-defined]
     WorkerHalf._load = _load  # type: ignore[method-assign]
+
+
+def install_hicache(rank: Callable[[], int]) -> None:
+    """Wrap the copying of pages into SGLang's host memory in this process."""
+    from mooncake_kv.connectors.hicache import HiCacheStore
+
+    original = HiCacheStore._scatter
+    if getattr(original, "mooncake_kv_test", False):
+        return
+
+    def _scatter(self: Any, fetch: Any, node_slots: Any, hashes: Any, *args: Any) -> Any:
+        if fault := _fault(rank()):
+            node_slots = list(node_slots)
+            _meet(fault, rank(), self, fetch, node_slots, hashes, self._digest, 0)
+        return original(self, fetch, node_slots, hashes, *args)
+
+    _scatter.mooncake_kv_test = True  # type: ignore[attr-defined]
+    HiCacheStore._scatter = _scatter  # type: ignore[method-assign]
+
+
+def _fault(rank: int) -> str:
+    """The kind of fault that a load of this rank meets now, "" for none."""
+    try:
+        fault = json.loads(Path(os.environ[FAULT]).read_text())
+    except FileNotFoundError:
+        return ""
+    return str(fault["kind"]) if rank in fault["ranks"] else ""
+
+
+def _meet(kind: str, rank: int, half: Any, load: Any, slots: list[int], hashes: Any, digest: str, generation: int) -> None:
+    """Damage the page in the middle. `half` has a client and a layout, `load` the epoch of the slots."""
+    middle = len(slots) // 2
+    if kind == "error":
+        raise RuntimeError("planted by a test")
+    if kind == "drop":
+        slots[middle] = (1 << 62) | (slots[middle] & 0xFFF)
+        return
+    with half._client.arena().pin(load.epoch, generation) as pinned:
+        pages = zip(slots[:middle], hashes[:middle], strict=True)
+        if not all(half._layout.verify(pinned.slot(slot), page_hash, digest) for slot, page_hash in pages):
+            # A load that was staged before an earlier fault hit its pages. It ends before it would find this one.
+            return
+        page = pinned.slot(slots[middle])
+        if kind == "flip":
+            page[half._layout.slot_bytes // 3 + rank] ^= 16  # not the bit that another rank has flipped
+        elif kind == "swap":
+            page[:] = pinned.slot(slots[middle - 1])
+        else:
+            page[-4096:] = 0
 
 
 def unprotect(what: str) -> None:

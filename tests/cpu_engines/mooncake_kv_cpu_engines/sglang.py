@@ -3,8 +3,9 @@
 What a CPU lacks is replaced, nothing else: copies between the device's and the host's KV pools (SGLang has GPU kernels for them), the
 registration of host memory with CUDA, PyNccl, and a method of PyTorch's stand-in for streams.
 
-`MOONCAKE_KV_TEST_LOADED=FOLDER`: each process writes FOLDER/PID, a JSON list of the functions that plugins have patched in it. SGLang logs
-and swallows what a plugin raises, so a test has to look.
+`MOONCAKE_KV_TEST_LOADED=FOLDER`: each process writes FOLDER/PID, a JSON list of the functions that plugins have patched in it (SGLang logs
+and swallows what a plugin raises, so a test has to look), and one that serves pages FOLDER/namespace, the namespace in hex.
+`MOONCAKE_KV_TEST_FAULT=FILE`: see `faults`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from . import faults
+from .faults import FAULT
 
 LOADED = "MOONCAKE_KV_TEST_LOADED"
 _POOLS = "sglang.srt.mem_cache.pool_host"
@@ -42,6 +46,10 @@ def register() -> None:
     HookRegistry.register("sglang.srt.distributed.parallel_state.init_model_parallel_group", _without_pynccl, HookType.BEFORE)
     if folder := os.environ.get(LOADED):
         _record(HookRegistry, Path(folder))
+    if os.environ.get(FAULT):
+        from sglang.srt.runtime_context import get_parallel
+
+        faults.install_hicache(lambda: get_parallel().tp_rank)
 
 
 def _record(registry: Any, folder: Path) -> None:
@@ -54,6 +62,17 @@ def _record(registry: Any, folder: Path) -> None:
         (folder / str(os.getpid())).write_text(json.dumps(sorted(registry._patched)))
 
     registry.apply_hooks = apply_hooks
+
+    from mooncake_kv.connectors.hicache import HiCacheStore
+
+    making = HiCacheStore.__init__
+
+    @functools.wraps(making)
+    def __init__(self: Any, client: Any, view: Any, layout: Any, **more: Any) -> None:
+        making(self, client, view, layout, **more)
+        (folder / "namespace").write_text(layout.namespace.encode().hex())
+
+    HiCacheStore.__init__ = __init__  # type: ignore[method-assign]
 
 
 def _without_pynccl(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
