@@ -19,10 +19,10 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
-from ..common.kv_copy import BoundView
 from ..common.node.client import Fetch, NodeClient, Pending, Reserve
 from ..common.node.protocol import HASH_BYTES, Rectangle
 from ..common.page import PageLayout
@@ -39,6 +39,18 @@ WRITE_SHARE = 32
 FIRST_POLL_S = 5e-5
 LAST_POLL_S = 1e-3
 LOG_S = 10.0
+
+
+class View(Protocol):
+    """Copies between pages and the engine's memory, as kv_copy.BoundView does."""
+
+    def gather(self, token_slots: np.ndarray, first_token: int, pages: Sequence[np.ndarray], /) -> None: ...
+
+    def scatter(
+        self, token_slots: np.ndarray, first_token: int, pages: Sequence[np.ndarray], check: Callable[[int], bool] | None = None, /
+    ) -> int: ...
+
+    def close(self) -> None: ...
 
 
 class _Staged:
@@ -66,7 +78,7 @@ class HiCacheStore:
     def __init__(
         self,
         client: NodeClient,
-        view: BoundView,
+        view: View,
         layout: PageLayout,
         *,
         digest: str,
@@ -81,7 +93,7 @@ class HiCacheStore:
         self._view = view
         self._layout = layout
         self._digest = digest
-        self._page = layout.namespace.page_tokens
+        self.page_tokens = layout.namespace.page_tokens
         whole = Rectangle(0, layout.namespace.num_layers, 0, layout.namespace.num_kv_heads)
         self._rectangles = [] if rectangle == whole else [rectangle]
         self._writes = writes
@@ -114,7 +126,7 @@ class HiCacheStore:
         self._count(asked_pages=len(hashes), found_pages=pages)
         return pages
 
-    def get(self, hashes: Sequence[bytes], token_slots: np.ndarray, view: BoundView | None = None) -> int:
+    def get(self, hashes: Sequence[bytes], token_slots: np.ndarray, view: View | None = None) -> int:
         """Copy the leading run of these pages in. `token_slots`: where their tokens go, int64 [len(hashes) * page_tokens], in `view` if it
         is not the store's. Returns how many pages are there and good."""
         begin = time.perf_counter()
@@ -127,7 +139,7 @@ class HiCacheStore:
         self._count(loaded_pages=good, missed_pages=len(hashes) - good, load_us=int(took * 1e6))
         return good
 
-    def set(self, hashes: Sequence[bytes], token_slots: np.ndarray, view: BoundView | None = None) -> list[bool]:
+    def set(self, hashes: Sequence[bytes], token_slots: np.ndarray, view: View | None = None) -> list[bool]:
         """Copy these pages out and commit them; for each, whether this rank's part is stored or on its way. Arguments as in `get`."""
         begin = time.perf_counter()
         if not self._writes:
@@ -138,7 +150,7 @@ class HiCacheStore:
             step = self._write_step()
             for first in range(0, len(hashes), step):
                 part = hashes[first : first + step]
-                done += self._set(part, slots[first * self._page : (first + len(part)) * self._page], view or self._view)
+                done += self._set(part, slots[first * self.page_tokens : (first + len(part)) * self.page_tokens], view or self._view)
                 if not done[-1]:
                     break  # pages behind a gap are of little use, and there was no room
         except Exception as error:
@@ -167,7 +179,7 @@ class HiCacheStore:
 
     # ---- reading -----------------------------------------------------------------------------------------------------------------
 
-    def _get(self, hashes: Sequence[bytes], slots: np.ndarray, view: BoundView) -> int:
+    def _get(self, hashes: Sequence[bytes], slots: np.ndarray, view: View) -> int:
         good = 0
         if staged := self._take_staged(hashes):
             try:
@@ -183,7 +195,7 @@ class HiCacheStore:
             if fetch is None:
                 break
             try:
-                more, bad = self._copy_in(fetch, 0, hashes[good:], slots[good * self._page :], view)
+                more, bad = self._copy_in(fetch, 0, hashes[good:], slots[good * self.page_tokens :], view)
             finally:
                 self._client.release(fetch)
             good += more
@@ -191,7 +203,7 @@ class HiCacheStore:
                 break
         return good
 
-    def _copy_in(self, fetch: Fetch, first: int, hashes: Sequence[bytes], slots: np.ndarray, view: BoundView) -> tuple[int, bool]:
+    def _copy_in(self, fetch: Fetch, first: int, hashes: Sequence[bytes], slots: np.ndarray, view: View) -> tuple[int, bool]:
         """Copy pages of a fetch, from its index `first` on, as they are staged. Returns how many, and whether one was bad."""
         good = 0
         while good < len(hashes):
@@ -201,15 +213,13 @@ class HiCacheStore:
             ready = fetch.slots[wanted : first + len(hashes)]
             if not ready:
                 break  # done, and no more came
-            copied, whole = self._scatter(fetch, ready, hashes[good : good + len(ready)], slots[good * self._page :], view)
+            copied, whole = self._scatter(fetch, ready, hashes[good : good + len(ready)], slots[good * self.page_tokens :], view)
             good += copied
             if not whole:
                 return good, True
         return good, False
 
-    def _scatter(
-        self, fetch: Fetch, node_slots: Sequence[int], hashes: Sequence[bytes], slots: np.ndarray, view: BoundView
-    ) -> tuple[int, bool]:
+    def _scatter(self, fetch: Fetch, node_slots: Sequence[int], hashes: Sequence[bytes], slots: np.ndarray, view: View) -> tuple[int, bool]:
         arena = self._client.arena()
         if arena is None:
             return 0, False
@@ -224,7 +234,7 @@ class HiCacheStore:
             def check(i: int) -> bool:
                 return self._layout.verify(pages[i], hashes[i], self._digest)
 
-            good = view.scatter(slots[: len(pages) * self._page], 0, pages, check if self._verify else None)
+            good = view.scatter(slots[: len(pages) * self.page_tokens], 0, pages, check if self._verify else None)
             pages.clear()
         if good < len(hashes):
             self._client.suspect([hashes[good]])
@@ -281,7 +291,7 @@ class HiCacheStore:
         room = min(WRITE_BYTES, self._client.dram_bytes // WRITE_SHARE)
         return max(1, room // self._layout.slot_bytes)
 
-    def _set(self, hashes: Sequence[bytes], slots: np.ndarray, view: BoundView) -> list[bool]:
+    def _set(self, hashes: Sequence[bytes], slots: np.ndarray, view: View) -> list[bool]:
         done = [False] * len(hashes)
         left = list(range(len(hashes)))
         deadline = time.monotonic() + self._timeout_s
@@ -314,9 +324,7 @@ class HiCacheStore:
                 poll = min(2 * poll, 10 * LAST_POLL_S)
         return done
 
-    def _write(
-        self, reserve: Reserve, given: Sequence[tuple[int, int]], hashes: Sequence[bytes], slots: np.ndarray, view: BoundView
-    ) -> bool:
+    def _write(self, reserve: Reserve, given: Sequence[tuple[int, int]], hashes: Sequence[bytes], slots: np.ndarray, view: View) -> bool:
         """Copy pages (index, node's slot) out and commit them, all or none."""
         good = False
         try:
@@ -328,7 +336,7 @@ class HiCacheStore:
                 self._client.discard(reserve.generation, [slot for _, slot in given])
         return good
 
-    def _gather(self, reserve: Reserve, given: Sequence[tuple[int, int]], slots: np.ndarray, view: BoundView) -> bool:
+    def _gather(self, reserve: Reserve, given: Sequence[tuple[int, int]], slots: np.ndarray, view: View) -> bool:
         arena = self._client.arena()
         if arena is None:
             return False
@@ -338,7 +346,7 @@ class HiCacheStore:
             pages = [page for _, slot in given if (page := pinned.slot(slot)) is not None]
             if len(pages) < len(given):
                 return False
-            chosen = slots.reshape(-1, self._page)[[i for i, _ in given]].reshape(-1)
+            chosen = slots.reshape(-1, self.page_tokens)[[i for i, _ in given]].reshape(-1)
             view.gather(chosen, 0, pages)
             pages.clear()
         return True

@@ -28,6 +28,7 @@ HOOKS: Signatures = {
     f"{_FACTORY}_do_create_backend": ("backend_name", "storage_config", "mem_pool_host", "kwargs"),
     "sglang.srt.mem_cache.pool_host.common:get_allocator_type": (),
     "sglang.srt.distributed.device_communicators.mooncake_transfer_engine:maybe_init_shared_mooncake_transfer_engine": ("gpu_id",),
+    "sglang.srt.mem_cache.embedding_store:EmbeddingStoreFactory.create_backend": ("backend_name", "kwargs"),
     "sglang.srt.lora.lora_registry:LoRARef.deterministic_id": ("lora_name", "lora_path"),
     **dict.fromkeys(WEIGHT_UPDATES, ("self", "recv_req")),
 }
@@ -48,6 +49,12 @@ BACKEND: Signatures = {
     "sglang.srt.runtime_context:process_model_config": (),
     "sglang.srt.runtime_context:get_server_args": (),
     "sglang.srt.mem_cache.utils:storage_namespace_seed": ("extra_key", "cache_salt"),
+}
+_EMBEDDINGS = "sglang.srt.mem_cache.embedding_store:EmbeddingStore."
+EMBEDDINGS: Signatures = {
+    f"{_EMBEDDINGS}register_buffer": ("self", "tensor"),
+    f"{_EMBEDDINGS}batch_get_into_multi_buffers": ("self", "hashes", "ptrs", "sizes"),
+    f"{_EMBEDDINGS}batch_put_from_multi_buffers": ("self", "hashes", "ptrs", "sizes"),
 }
 
 

@@ -43,11 +43,12 @@ def install() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    create, allocator, transfer_engine, lora_id, *_ = compat.HOOKS
+    create, allocator, transfer_engine, create_embeddings, lora_id, *_ = compat.HOOKS
     around: dict[str, Callable[..., Any]] = {
         create: _create_backend,
         allocator: _allocator_type,
         transfer_engine: _transfer_engine,
+        create_embeddings: _create_embeddings,
         lora_id: _lora_id,
         **dict.fromkeys(compat.WEIGHT_UPDATES, _update_weights),
     }
@@ -62,6 +63,15 @@ def _create_backend(original: Callable[..., Any], cls: Any, backend_name: str, s
 
         return MooncakeHiCache(storage_config)
     return original(cls, backend_name, storage_config, *args, **kwargs)
+
+
+def _create_embeddings(original: Callable[..., Any], cls: Any, backend_name: str, **kwargs: Any) -> Any:
+    """The encoder cache has no flag for settings: the file and the environment say whose it is."""
+    if backend_name == BACKEND and not kwargs and asks_for_us(None):
+        from .embeddings import MooncakeEmbeddings
+
+        return MooncakeEmbeddings()
+    return original(cls, backend_name, **kwargs)
 
 
 def _ours_at_start() -> bool:

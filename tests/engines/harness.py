@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -261,27 +262,20 @@ class Engine(Driven):
         return dict(self._ask(30, do="metrics"))
 
 
-class Server:
-    """The OpenAI-compatible API on a free loopback port. `command`: `vllm serve` or `python -m vllm.entrypoints.openai.api_server`, both
-    followed by `arguments` word for word."""
+class HttpServer:
+    """A server that `command`, with an address at its end, starts on a free loopback port, and that is ready when /health answers."""
 
     def __init__(
         self,
-        arguments: Sequence[str],
+        command: Sequence[str],
         log: Path,
         *,
-        module: bool = False,
         environment: Mapping[str, str] | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         self.port = free_port()
         self.log = log
-        start = (
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-            if module
-            else [str(Path(sys.executable).with_name("vllm")), "serve"]
-        )
-        command = [*start, *arguments, "--host", "127.0.0.1", "--port", str(self.port)]
+        command = [*command, "--host", "127.0.0.1", "--port", str(self.port)]
         began = time.monotonic()
         self._child = _Child(command, engine_environment(environment), log, pipes=False)
         try:
@@ -306,6 +300,18 @@ class Server:
         with urllib.request.urlopen(self._request(path, body), timeout=timeout_s) as reply:
             text = reply.read()
         return json.loads(text) if text else None
+
+    def send(self, method: str, path: str, body: Mapping[str, Any] | None = None, key: str = "") -> tuple[int, str]:
+        """(status, text) of any request, also of one that fails. `key`: for an API that wants one."""
+        request = self._request(path, body or {})
+        request.method = method
+        if key:
+            request.add_header("Authorization", f"Bearer {key}")
+        try:
+            with urllib.request.urlopen(request, timeout=RUN_TIMEOUT_S) as reply:
+                return int(reply.status), reply.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
 
     def stream(self, path: str, body: Mapping[str, Any], timeout_s: float = RUN_TIMEOUT_S) -> Iterator[tuple[float, Any]]:
         """(seconds since the request was sent, event) for each event of a streamed answer."""
@@ -339,6 +345,15 @@ class Server:
             except OSError:
                 time.sleep(0.2)
         raise TimeoutError(f"the server was not healthy in time\n{self._child.tail()}")
+
+
+class Server(HttpServer):
+    """vLLM's OpenAI-compatible API: `vllm serve`, or with `module` `python -m vllm.entrypoints.openai.api_server`, followed by `arguments`
+    word for word."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, *, module: bool = False, **more: Any) -> None:
+        serve = [str(Path(sys.executable).with_name("vllm")), "serve"]
+        super().__init__([*([sys.executable, "-m", "vllm.entrypoints.openai.api_server"] if module else serve), *arguments], log, **more)
 
 
 def free_port() -> int:

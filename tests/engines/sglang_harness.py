@@ -16,6 +16,8 @@ from mooncake_kv.common.identity import KVNamespace
 from tests.engines.harness import RUN_TIMEOUT_S, START_TIMEOUT_S, Driven
 
 LOADED = "MOONCAKE_KV_TEST_LOADED"
+# Threads that wait for others of their team sleep: on a busy machine, spinning makes everything many times slower.
+ASLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
 DRIVER = Path(__file__).with_name("sglang_driver.py")
 
 
@@ -74,7 +76,8 @@ class SGLangEngine(Driven):
         }
         if settings is not None:
             arguments |= cache_arguments(settings)
-        super().__init__(DRIVER, log, {**arguments, **engine_arguments}, environment, start_timeout_s)
+        variables = {**ASLEEP, **(environment or {})}
+        super().__init__(DRIVER, log, {**arguments, **engine_arguments}, variables, start_timeout_s)
 
     def generate(self, ids: Sequence[int], max_tokens: int = 16, *, timeout_s: float = RUN_TIMEOUT_S, **more: Any) -> SGLangResult:
         """One request, alone. `more` are fields of SGLangRequest."""

@@ -332,3 +332,58 @@ def test_an_adapter_is_known_by_its_files(tmp_path: Path) -> None:
     save_file({"a": torch.ones(16)}, tmp_path / "adapter_model.safetensors")
     assert hooks._lora_id(original, "a", str(tmp_path)) != first
     assert hooks._lora_id(original, "a", "/nowhere") != hooks._lora_id(original, "a", "/nowhere"), "nobody shares what is unknown"
+
+
+@pytest.fixture
+def encoder(process: dict[str, Any], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    from mooncake_kv.sglang_plugin.embeddings import MooncakeEmbeddings
+
+    for key, value in SETTINGS.items():
+        monkeypatch.setenv(f"MOONCAKE_{key.upper()}", str(value))
+    made: list[MooncakeEmbeddings] = []
+
+    def make(dtype: torch.dtype = torch.bfloat16) -> MooncakeEmbeddings:
+        store = hooks._create_embeddings(lambda *args: pytest.fail("the stock store"), "cls", "mooncake")
+        made.append(store)
+        store.register_buffer(torch.zeros(1, dtype=dtype))
+        until(lambda: store._client.counters()["mapped_bytes"] > 0)
+        return store
+
+    yield make
+    for store in made:
+        store.close()
+
+
+def addresses(*pieces: torch.Tensor) -> tuple[list[int], list[int]]:
+    return [piece.data_ptr() for piece in pieces], [piece.nbytes for piece in pieces]
+
+
+def test_embeddings_come_back_in_other_pieces(encoder: Any) -> None:
+    store, other = encoder(), encoder()
+    generator = torch.Generator().manual_seed(1)
+    written = {name: torch.randn((rows, 100), generator=generator) for name, rows in (("small", 3), ("large", 9001))}
+    for name, tensor in written.items():
+        assert store.batch_put([name], *([x] for x in (tensor.data_ptr(), tensor.nbytes))) == [True]
+    until(lambda: other.batch_is_exist(["small", "large", "none"]) == [True, True, False])
+    read = {name: torch.zeros_like(tensor) for name, tensor in written.items()}
+    small, first, rest = read["small"], read["large"][:777], read["large"][777:]
+    (a, b), (c, d) = addresses(small), addresses(first, rest)
+    until(lambda: other.batch_get_into_multi_buffers(["small", "large"], [a, c], [b, d]) == [True, True])
+    assert all(torch.equal(read[name], written[name]) for name in written)
+
+
+def test_an_embedding_of_another_size_dtype_or_content_is_none(encoder: Any) -> None:
+    store, other = encoder(), encoder(torch.float16)
+    tensor = torch.ones((50, 100), dtype=torch.bfloat16)
+    assert store.batch_put(["x"], [tensor.data_ptr()], [tensor.nbytes]) == [True]
+    until(lambda: store.batch_is_exist(["x"]) == [True])
+    target = torch.zeros_like(tensor)
+    assert store.batch_get(["x"], [target.data_ptr()], [target.nbytes - 2]) == [False]
+    assert store.batch_get(["y"], [target.data_ptr()], [target.nbytes]) == [False]
+    assert other.batch_is_exist(["x"]) == [False] and other.batch_get(["x"], [target.data_ptr()], [target.nbytes]) == [False]
+    assert not target.any()
+    assert store.batch_get(["x"], [target.data_ptr()], [target.nbytes]) == [True] and torch.equal(target, tensor)
+
+
+def test_the_stock_encoder_cache_stays_untouched() -> None:
+    assert hooks._create_embeddings(lambda *args: ("stock", args), "cls", "mooncake") == ("stock", ("cls", "mooncake"))

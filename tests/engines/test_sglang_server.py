@@ -1,0 +1,104 @@
+"""SGLang's HTTP server: the backend attached and detached at run time, by both of its names, under SGLang's own defaults."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake_kv.common.hashing import page_hashes
+from tests.engines.harness import HttpServer
+from tests.engines.judge import PageReader
+from tests.engines.sglang_harness import LOADED, namespace_in
+from tests.engines.test_vllm_hits import random_ids
+from tests.models import TINY_LLAMA, generated_llama
+
+KEY = "secret"
+SETTINGS = {"dram_size": "256mb", "extent_size": "64mb", "fetch_timeout_ms": 10000}
+DYNAMIC = {"backend_name": "mooncake-kv", "module_path": "mooncake_kv.sglang_plugin.backend", "class_name": "MooncakeHiCache"}
+ARGUMENTS = (
+    "--device cpu --dtype bfloat16 --attention-backend torch_native --mem-fraction-static 0.3 --max-total-tokens 4096 --page-size 64 "
+    "--disable-cuda-graph --disable-overlap-schedule --skip-tokenizer-init --skip-server-warmup --enable-hierarchical-cache "
+    f"--hicache-ratio 2 --admin-api-key {KEY} --enable-cache-report"
+)
+
+
+class Api:
+    def __init__(self, server: HttpServer) -> None:
+        self.server = server
+
+    def attach(self, backend: str, extra: dict[str, Any]) -> tuple[int, str]:
+        body = {"hicache_storage_backend": backend, "hicache_storage_backend_extra_config_json": json.dumps(extra)}
+        return self.server.send("PUT", "/hicache/storage-backend", body, KEY)
+
+    def detach(self) -> tuple[int, str]:
+        return self.server.send("DELETE", "/hicache/storage-backend", key=KEY)
+
+    def stored(self, ids: list[int]) -> int:
+        """Tokens that came from the storage when these are asked."""
+        answer = self.server.post("/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
+        return int((answer["meta_info"].get("cached_tokens_details") or {}).get("storage", 0))
+
+    def flush(self) -> None:
+        deadline = time.monotonic() + 10
+        while self.server.send("POST", "/flush_cache", key=KEY)[0] != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("loaded")
+
+
+@pytest.fixture(scope="module")
+def api(module_runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory, loaded: Path) -> Iterator[Api]:
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(generated_llama(TINY_LLAMA)), *ARGUMENTS.split()]
+    log = tmp_path_factory.mktemp("server") / "log"
+    with HttpServer(command, log, environment={LOADED: str(loaded)}) as server:
+        yield Api(server)
+
+
+def test_attach_use_and_detach(api: Api, loaded: Path) -> None:
+    status, text = api.attach("mooncake", SETTINGS)
+    assert status == 200, text
+    prompts = {length: random_ids(length, length) for length in (255, 256, 257, 600)}
+    for prompt in prompts.values():
+        assert api.stored(prompt) == 0
+    with PageReader(namespace_in(loaded), SETTINGS) as reader:
+        for length, prompt in prompts.items():
+            assert reader.wait_for(page_hashes(prompt)) == length // 64
+    api.flush()
+    # SGLang asks from 256 whole tokens on, without the last token of the prompt.
+    assert {length: api.stored(prompt) for length, prompt in prompts.items()} == {255: 0, 256: 0, 257: 256, 600: 576}
+    assert api.detach()[0] == 200
+    api.flush()
+    assert api.stored(prompts[600]) == 0
+
+
+def test_attach_by_the_other_name_finds_the_pages(api: Api) -> None:
+    status, text = api.attach("dynamic", {**DYNAMIC, **SETTINGS})
+    assert status == 200, text
+    api.flush()
+    assert api.stored(random_ids(600, 600)) == 576
+    assert api.server.send("POST", "/hicache/storage-backend/clear", key=KEY)[0] == 200
+    time.sleep(0.5)
+    api.flush()
+    assert api.stored(random_ids(600, 600)) == 0
+    assert api.detach()[0] == 200
+
+
+def test_a_mistake_is_named_and_leaves_the_server_as_it_was(api: Api) -> None:
+    status, text = api.attach("mooncake", {**SETTINGS, "tenannt": "x"})
+    assert status == 400 and "tenannt" in text and "did you mean" in text
+    status, text = api.attach("mooncake", {**SETTINGS, "page_tokens": 32})
+    assert status == 400 and "--page-size 32" in text
+    assert api.stored(random_ids(300, 7)) == 0
+    status, text = api.attach("mooncake", SETTINGS)
+    assert status == 200, text
+    assert api.detach()[0] == 200
