@@ -204,7 +204,8 @@ class HiCacheStore:
         return good
 
     def _copy_in(self, fetch: Fetch, first: int, hashes: Sequence[bytes], slots: np.ndarray, view: View) -> tuple[int, bool]:
-        """Copy pages of a fetch, from its index `first` on, as they are staged. Returns how many, and whether one was bad."""
+        """Copy pages of a fetch, from its index `first` on, as they are staged. Returns how many, and whether it ended at one that was
+        there and could not be read."""
         good = 0
         while good < len(hashes):
             wanted = first + good
@@ -227,19 +228,23 @@ class HiCacheStore:
         with arena.pin(fetch.epoch, 0) as pinned:
             if pinned is None:
                 return 0, False
-            pages = [page for slot in node_slots if (page := pinned.slot(slot)) is not None]
-            if len(pages) < len(node_slots):
-                return 0, False
+            pages: list[np.ndarray] = []
+            for slot in node_slots:
+                page = pinned.slot(slot)
+                if page is None:
+                    break
+                pages.append(page)
+            mapped = len(pages)
 
             def check(i: int) -> bool:
                 return self._layout.verify(pages[i], hashes[i], self._digest)
 
-            good = view.scatter(slots[: len(pages) * self.page_tokens], 0, pages, check if self._verify else None)
+            good = view.scatter(slots[: mapped * self.page_tokens], 0, pages, check if self._verify else None)
             pages.clear()
-        if good < len(hashes):
+        if good < mapped:
             self._client.suspect([hashes[good]])
             self._count(bad_pages=1)
-        return good, good == len(hashes)
+        return good, good == len(node_slots)
 
     def _take_staged(self, hashes: Sequence[bytes]) -> _Staged | None:
         if not hashes:

@@ -16,81 +16,33 @@ import torch
 from mooncake_kv.common.errors import ConfigError, UnsupportedError
 from mooncake_kv.common.hashing import page_hashes, storage_namespace_seed
 from mooncake_kv.sglang_plugin import compat, facts, hooks
+from tests.engines import sglang_parts
 from tests.node.scripted_peer import until
 
 P, LAYERS, HEADS, DIM, SLOTS = 16, 3, 2, 32, 256
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 KEYS = [page_hash.hex() for page_hash in page_hashes(list(range(P * 8)), P)]
 SETTINGS = {"kind": "Store", "dram_size": "64mb", "extent_size": "16mb", "fetch_timeout_ms": 5000, "model_id": "test"}
-# What facts asks SGLang for about the process; a real engine's answers are in test_cross_engine.
-MODEL: dict[str, Any] = {
-    "hf_config": SimpleNamespace(to_dict=lambda: {"num_hidden_layers": LAYERS}),
-    "model_path": "/nowhere",
-    "revision": None,
-    "dtype": torch.bfloat16,
-    "context_len": 1024,
-    "quantization": None,
-    "num_hidden_layers": LAYERS,
-    "num_attention_layers": LAYERS,
-    "get_total_num_kv_heads": lambda: HEADS,
-    "is_hybrid_swa": False,
-    "sliding_window_size": None,
-    "attention_chunk_size": None,
-}
-PROCESS: dict[str, dict[str, Any]] = {
-    "model": {"kv_cache_dtype": "auto", "quantization_param_path": None, "load_format": "auto", "download_dir": None},
-    "spec": {"speculative_algorithm": None},
-    "lora": {"enable_lora": False},
-    "device": {"device": "cpu"},
-    "memory": {"hicache_storage_backend": "mooncake", "hicache_storage_backend_extra_config": json.dumps({"kind": "Store"})},
-}
 
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A SGLang process that can be changed."""
-    state: dict[str, Any] = {"model_config": SimpleNamespace(**MODEL), **{k: SimpleNamespace(**v) for k, v in PROCESS.items()}}
-    state["parallel"] = SimpleNamespace(nnodes=1)
-    monkeypatch.setattr(compat, "settings", lambda group: state[group])
-    monkeypatch.setattr(compat, "parallel", lambda: state["parallel"])
-    monkeypatch.setattr(compat, "model_config", lambda: state["model_config"])
-    monkeypatch.setattr(compat, "server_args", lambda: SimpleNamespace(port=30000, random_seed=1))
-    monkeypatch.setattr(hooks, "_installed", True)
-    monkeypatch.setattr(hooks, "weights_changed", False)
+    """A SGLang process that can be changed. A real engine's answers are in test_cross_engine."""
+    config = SimpleNamespace(to_dict=lambda: {"num_hidden_layers": LAYERS})
+    state = sglang_parts.process(config, "/nowhere", layers=LAYERS, heads=HEADS)
+    sglang_parts.pretend(state, monkeypatch.setattr)
     return state
 
 
 def host_pool(layout: str = "page_first", heads: int = HEADS, seed: int | None = None) -> Any:
-    from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
-    from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
-    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-
-    layers = tuple(torch.zeros((SLOTS, heads, DIM), dtype=torch.bfloat16) for _ in range(LAYERS))
-    pointers = torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.uint64)
-    info = MHABufferInfo(
-        buffers=KVBuffers(k=layers, v=layers, k_data_ptrs=pointers, v_data_ptrs=pointers, layout=KVBufferLayout.NHD),
-        page_size=P,
-        head_num=heads,
-        head_dim=DIM,
-        v_head_dim=DIM,
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )
-    with host_memory_budget_scope(1 << 30):
-        pool = MHATokenToKVPoolHost(
-            info, 1.0, 0, P, layout, pin_memory=False, device_capacity_tokens=SLOTS, start_layer=0, end_layer=LAYERS
-        )
+    pool = sglang_parts.host_pool(layout=layout, pages=SLOTS // P, page_tokens=P, layers=LAYERS, heads=heads, dim=DIM)
     if seed is not None:
         pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16))
     return pool
 
 
 def storage_config(extra: dict[str, Any] | None = None, **more: Any) -> Any:
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-
-    given = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1, "is_mla_model": False}
-    given |= {"enable_storage_metrics": True, "is_page_first_layout": True, "model_name": "m", **more}
-    return HiCacheStorageConfig(**given, extra_config={**SETTINGS, **(extra or {})})
+    return sglang_parts.storage_config({**SETTINGS, **(extra or {})}, **more)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """SGLang plugin that lets the real engine, with its hierarchical cache, run on a CPU; and a record of which process loaded what.
 
 What a CPU lacks is replaced, nothing else: copies between the device's and the host's KV pools (SGLang has GPU kernels for them), the
-registration of host memory with CUDA, PyNccl, and a method of PyTorch's stand-in for streams.
+registration of host memory with CUDA, PyNccl, a method of PyTorch's stand-in for streams, and a library for sound.
 
 `MOONCAKE_KV_TEST_LOADED=FOLDER`: each process writes FOLDER/PID, a JSON list of the functions that plugins have patched in it (SGLang logs
 and swallows what a plugin raises, so a test has to look), and one that serves pages FOLDER/namespace, the namespace in hex.
@@ -11,8 +11,12 @@ and swallows what a plugin raises, so a test has to look), and one that serves p
 from __future__ import annotations
 
 import functools
+import importlib.machinery
+import importlib.util
 import json
 import os
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +36,7 @@ def register() -> None:
     if getattr(HookRegistry, "mooncake_kv_test", False):
         return
     HookRegistry.mooncake_kv_test = True
+    _without_soundfile()
     if not hasattr(torch.cpu.Stream, "synchronize"):
         torch.cpu.Stream.synchronize = lambda self: None  # type: ignore[attr-defined]
     replaced: dict[str, Callable[..., Any]] = {
@@ -73,6 +78,15 @@ def _record(registry: Any, folder: Path) -> None:
         (folder / "namespace").write_text(layout.namespace.encode().hex())
 
     HiCacheStore.__init__ = __init__  # type: ignore[method-assign]
+
+
+def _without_soundfile() -> None:
+    """SGLang's HTTP server imports it for a route that nobody uses here; its library is not in the environment."""
+    if importlib.util.find_spec("soundfile") is None:
+        stub = types.ModuleType("soundfile")
+        stub.__spec__ = importlib.machinery.ModuleSpec("soundfile", None)
+        stub.available_formats = dict  # type: ignore[attr-defined]
+        sys.modules["soundfile"] = stub
 
 
 def _without_pynccl(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
