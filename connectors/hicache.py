@@ -147,12 +147,7 @@ class HiCacheStore:
         done: list[bool] = []
         slots = np.asarray(token_slots, np.int64)
         try:
-            step = self._write_step()
-            for first in range(0, len(hashes), step):
-                part = hashes[first : first + step]
-                done += self._set(part, slots[first * self.page_tokens : (first + len(part)) * self.page_tokens], view or self._view)
-                if not done[-1]:
-                    break  # pages behind a gap are of little use, and there was no room
+            self._set_all(hashes, slots, view or self._view, done)
         except Exception as error:
             self._complain("save", error)
         done += [False] * (len(hashes) - len(done))
@@ -296,19 +291,30 @@ class HiCacheStore:
         room = min(WRITE_BYTES, self._client.dram_bytes // WRITE_SHARE)
         return max(1, room // self._layout.slot_bytes)
 
-    def _set(self, hashes: Sequence[bytes], slots: np.ndarray, view: View) -> list[bool]:
+    def _set_all(self, hashes: Sequence[bytes], slots: np.ndarray, view: View, done: list[bool]) -> None:
+        step = self._write_step()
+        parts = [hashes[first : first + step] for first in range(0, len(hashes), step)]
+        ahead = self._client.reserve(parts[0]) if parts else None
+        try:
+            for i, part in enumerate(parts):
+                # While this part is copied, the node answers for the next.
+                reserve, ahead = ahead, self._client.reserve(parts[i + 1]) if i + 1 < len(parts) else None
+                first = len(done) * self.page_tokens
+                done += self._set(reserve, part, slots[first : first + len(part) * self.page_tokens], view)
+                if not done[-1]:
+                    break  # pages behind a gap are of little use, and there was no room
+        finally:
+            if ahead is not None:
+                self._give_up(ahead)
+
+    def _set(self, reserve: Reserve | None, hashes: Sequence[bytes], slots: np.ndarray, view: View) -> list[bool]:
         done = [False] * len(hashes)
         left = list(range(len(hashes)))
         deadline = time.monotonic() + self._timeout_s
         poll = FIRST_POLL_S
-        while left:
-            reserve = self._client.reserve([hashes[i] for i in left])
-            if reserve is None:
-                break
+        while left and reserve is not None:
             if not self._answered(reserve):
-                with self._changed:
-                    self._late.append(reserve)
-                    self._changed.notify_all()
+                self._give_up(reserve)
                 break
             given = [(i, slot) for i, slot in zip(left, reserve.slots, strict=True) if slot >= 0]
             stored = [i for i, slot in zip(left, reserve.slots, strict=True) if slot == -1]
@@ -327,7 +333,14 @@ class HiCacheStore:
                     break
                 time.sleep(poll)
                 poll = min(2 * poll, 10 * LAST_POLL_S)
+                reserve = self._client.reserve([hashes[i] for i in left])
         return done
+
+    def _give_up(self, reserve: Reserve) -> None:
+        """Its slots, should they come, go back."""
+        with self._changed:
+            self._late.append(reserve)
+            self._changed.notify_all()
 
     def _write(self, reserve: Reserve, given: Sequence[tuple[int, int]], hashes: Sequence[bytes], slots: np.ndarray, view: View) -> bool:
         """Copy pages (index, node's slot) out and commit them, all or none."""
