@@ -59,7 +59,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def api(module_runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory, loaded: Path) -> Iterator[Api]:
     # Loads plugins before the server's modules; the other command, `python -m sglang.launch_server`, after them.
-    command = [sys.executable, "-m", "sglang.cli.main", "serve", "--model-path", str(generated_llama(TINY_LLAMA)), *ARGUMENTS.split()]
+    start = [str(Path(sys.executable).with_name("sglang")), "serve"]
+    command = [*start, "--model-path", str(generated_llama(TINY_LLAMA)), *ARGUMENTS.split()]
     log = tmp_path_factory.mktemp("server") / "log"
     with HttpServer(command, log, environment={LOADED: str(loaded)}) as server:
         yield Api(server)

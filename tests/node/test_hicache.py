@@ -191,6 +191,20 @@ def test_a_flipped_bit_ends_the_run_there(ranks: Any) -> None:
     until(lambda: b.store.get(HASHES[:6], slots([0, 1, 2, 3, 4, 5])) == 6)
 
 
+def test_without_the_check_the_bit_would_be_served(ranks: Any) -> None:
+    """That the test above tests something."""
+    a = ranks()
+    a.fill()
+    a.store.set(HASHES[:6], slots([0, 1, 2, 3, 4, 5]))
+    assert stored(a, 6)
+    b = ranks(engine="b", verify=False)
+    assert b.store.exists(HASHES[:6]) == 6
+    until(lambda: all(staged.fetch.done for staged in b.store._staged.values()))  # the node has checked
+    flip(a, 3)
+    assert b.store.get(HASHES[:6], slots([0, 1, 2, 3, 4, 5])) == 6
+    assert not np.array_equal(b.pages([3]), a.pages([3]))
+
+
 def flip(rank: Rank, page: int) -> None:
     """One bit of a stored page, behind the node's back."""
     fetch = rank.client.fetch(HASHES[: page + 1])
