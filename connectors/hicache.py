@@ -6,7 +6,8 @@ Promises:
 - A page is committed only after all of it that this rank holds was copied out. Ranks write their rectangles independently; the node shows a
   page to readers when rectangles cover it.
 - No call waits for the node longer than the fetch timeout after its last word, nor for room to write in longer than that.
-- Several threads may call at once, on different pages. Nothing is copied outside a pin of the node's memory.
+- Several threads may call at once, on different pages. Nothing is copied outside a pin of the node's memory, nor after the connection over
+  which its slots were leased or reserved.
 - What `exists` staged is released when it was read, or STAGED_S after the last interest in it; more than `staged_bytes` of it at once is
   released oldest first. A page whose lease is gone is fetched anew.
 """
@@ -19,11 +20,11 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ..common.node.client import Fetch, NodeClient, Pending, Reserve
+from ..common.node.client import Arena, Fetch, NodeClient, Pending, Reserve
 from ..common.node.protocol import HASH_BYTES, Rectangle
 from ..common.page import PageLayout
 
@@ -53,11 +54,27 @@ class View(Protocol):
     def close(self) -> None: ...
 
 
+class _Fetched(NamedTuple):
+    """A fetch and the arena of its connection, taken before: of a later connection to the same node it would be another one, whose slots
+    say nothing about these leases. When the connection is over, the arena cannot be pinned any more."""
+
+    fetch: Fetch
+    arena: Arena
+
+
+class _Reserved(NamedTuple):
+    """Likewise."""
+
+    reserve: Reserve
+    arena: Arena
+
+
 class _Staged:
     """A fetch that `exists` began: `places[hash]` is the page's index in it. `read`: how many of them were read."""
 
-    def __init__(self, fetch: Fetch, hashes: Sequence[bytes], now: float) -> None:
-        self.fetch = fetch
+    def __init__(self, fetched: _Fetched, hashes: Sequence[bytes], now: float) -> None:
+        self.fetched = fetched
+        self.fetch = fetched.fetch
         self.places = {page_hash: i for i, page_hash in enumerate(hashes)}
         self.read = 0
         self.readers = 0
@@ -116,13 +133,13 @@ class HiCacheStore:
         if not hashes or not self._client.ready:
             return 0
         lookup = self._client.lookup(hashes)
-        fetch = self._client.fetch(hashes, self._limit(), check=not self._verify)
+        fetched = self._fetch(hashes)
         pages = lookup.pages if lookup is not None and self._answered(lookup) else 0
-        if fetch is not None:
+        if fetched is not None:
             if pages:
-                self._keep_staged(fetch, hashes[:pages])
+                self._keep_staged(fetched, hashes[:pages])
             else:
-                self._client.release(fetch)
+                self._client.release(fetched.fetch)
         self._count(asked_pages=len(hashes), found_pages=pages)
         return pages
 
@@ -147,12 +164,7 @@ class HiCacheStore:
         done: list[bool] = []
         slots = np.asarray(token_slots, np.int64)
         try:
-            step = self._write_step()
-            for first in range(0, len(hashes), step):
-                part = hashes[first : first + step]
-                done += self._set(part, slots[first * self.page_tokens : (first + len(part)) * self.page_tokens], view or self._view)
-                if not done[-1]:
-                    break  # pages behind a gap are of little use, and there was no room
+            self._set_all(hashes, slots, view or self._view, done)
         except Exception as error:
             self._complain("save", error)
         done += [False] * (len(hashes) - len(done))
@@ -184,29 +196,36 @@ class HiCacheStore:
         if staged := self._take_staged(hashes):
             try:
                 first = staged.places[hashes[0]]
-                good, bad = self._copy_in(staged.fetch, first, hashes, slots, view)
+                good, bad = self._copy_in(staged.fetched, first, hashes, slots, view)
             finally:
                 self._give_staged(staged, good)
             if bad:
                 return good
         # Not staged, given up, or cut by a limit: ask again for the rest, as long as that leads anywhere.
         while good < len(hashes):
-            fetch = self._client.fetch(hashes[good:], self._limit(), check=not self._verify)
-            if fetch is None:
+            fetched = self._fetch(hashes[good:])
+            if fetched is None:
                 break
             try:
-                more, bad = self._copy_in(fetch, 0, hashes[good:], slots[good * self.page_tokens :], view)
+                more, bad = self._copy_in(fetched, 0, hashes[good:], slots[good * self.page_tokens :], view)
             finally:
-                self._client.release(fetch)
+                self._client.release(fetched.fetch)
             good += more
             if bad or not more:
                 break
         return good
 
-    def _copy_in(self, fetch: Fetch, first: int, hashes: Sequence[bytes], slots: np.ndarray, view: View) -> tuple[int, bool]:
+    def _fetch(self, hashes: Sequence[bytes]) -> _Fetched | None:
+        arena = self._client.arena()
+        if arena is None:
+            return None
+        fetch = self._client.fetch(hashes, self._limit(), check=not self._verify)
+        return None if fetch is None else _Fetched(fetch, arena)
+
+    def _copy_in(self, fetched: _Fetched, first: int, hashes: Sequence[bytes], slots: np.ndarray, view: View) -> tuple[int, bool]:
         """Copy pages of a fetch, from its index `first` on, as they are staged. Returns how many, and whether it ended at one that was
         there and could not be read."""
-        good = 0
+        good, fetch = 0, fetched.fetch
         while good < len(hashes):
             wanted = first + good
             if not self._wait(partial(_has_more, fetch, wanted), fetch.expired):
@@ -214,20 +233,20 @@ class HiCacheStore:
             ready = fetch.slots[wanted : first + len(hashes)]
             if not ready:
                 break  # done, and no more came
-            copied, whole = self._scatter(fetch, ready, hashes[good : good + len(ready)], slots[good * self.page_tokens :], view)
+            copied = self._scatter(fetched, ready, hashes[good : good + len(ready)], slots[good * self.page_tokens :], view)
+            if copied is None:
+                break  # the leases are gone
             good += copied
-            if not whole:
+            if copied < len(ready):
                 return good, True
         return good, False
 
-    def _scatter(self, fetch: Fetch, node_slots: Sequence[int], hashes: Sequence[bytes], slots: np.ndarray, view: View) -> tuple[int, bool]:
-        arena = self._client.arena()
-        if arena is None:
-            return 0, False
+    def _scatter(self, fetched: _Fetched, node_slots: Sequence[int], hashes: Sequence[bytes], slots: np.ndarray, view: View) -> int | None:
+        """How many leading pages were copied, None if none can be any more."""
         # Generation 0: the lease ends with this client's own connection, which outlives the pin.
-        with arena.pin(fetch.epoch, 0) as pinned:
+        with fetched.arena.pin(fetched.fetch.epoch, 0) as pinned:
             if pinned is None:
-                return 0, False
+                return None
             pages: list[np.ndarray] = []
             for slot in node_slots:
                 page = pinned.slot(slot)
@@ -244,7 +263,7 @@ class HiCacheStore:
         if good < mapped:
             self._client.suspect([hashes[good]])
             self._count(bad_pages=1)
-        return good, good == len(node_slots)
+        return good
 
     def _take_staged(self, hashes: Sequence[bytes]) -> _Staged | None:
         if not hashes:
@@ -271,9 +290,9 @@ class HiCacheStore:
         if over:
             self._client.release(staged.fetch)
 
-    def _keep_staged(self, fetch: Fetch, hashes: Sequence[bytes]) -> None:
+    def _keep_staged(self, fetched: _Fetched, hashes: Sequence[bytes]) -> None:
         with self._changed:
-            self._staged[fetch.request] = _Staged(fetch, hashes, time.monotonic())
+            self._staged[fetched.fetch.request] = _Staged(fetched, hashes, time.monotonic())
             held = sum(len(staged.places) for staged in self._staged.values()) * self._layout.slot_bytes
             over: list[_Staged] = []
             for request, staged in list(self._staged.items())[:-1]:
@@ -296,23 +315,35 @@ class HiCacheStore:
         room = min(WRITE_BYTES, self._client.dram_bytes // WRITE_SHARE)
         return max(1, room // self._layout.slot_bytes)
 
-    def _set(self, hashes: Sequence[bytes], slots: np.ndarray, view: View) -> list[bool]:
+    def _set_all(self, hashes: Sequence[bytes], slots: np.ndarray, view: View, done: list[bool]) -> None:
+        step = self._write_step()
+        parts = [hashes[first : first + step] for first in range(0, len(hashes), step)]
+        ahead = self._reserve(parts[0]) if parts else None
+        try:
+            for i, part in enumerate(parts):
+                # While this part is copied, the node answers for the next.
+                reserved, ahead = ahead, self._reserve(parts[i + 1]) if i + 1 < len(parts) else None
+                first = len(done) * self.page_tokens
+                done += self._set(reserved, part, slots[first : first + len(part) * self.page_tokens], view)
+                if not done[-1]:
+                    break  # pages behind a gap are of little use, and there was no room
+        finally:
+            if ahead is not None:
+                self._give_up(ahead.reserve)
+
+    def _set(self, reserved: _Reserved | None, hashes: Sequence[bytes], slots: np.ndarray, view: View) -> list[bool]:
         done = [False] * len(hashes)
         left = list(range(len(hashes)))
         deadline = time.monotonic() + self._timeout_s
         poll = FIRST_POLL_S
-        while left:
-            reserve = self._client.reserve([hashes[i] for i in left])
-            if reserve is None:
-                break
+        while left and reserved is not None:
+            reserve = reserved.reserve
             if not self._answered(reserve):
-                with self._changed:
-                    self._late.append(reserve)
-                    self._changed.notify_all()
+                self._give_up(reserve)
                 break
             given = [(i, slot) for i, slot in zip(left, reserve.slots, strict=True) if slot >= 0]
             stored = [i for i, slot in zip(left, reserve.slots, strict=True) if slot == -1]
-            written = self._write(reserve, given, hashes, slots, view) if given else True
+            written = self._write(reserved, given, hashes, slots, view) if given else True
             for i in [*stored, *(i for i, _ in given if written)]:
                 done[i] = True
             if not written:
@@ -327,13 +358,27 @@ class HiCacheStore:
                     break
                 time.sleep(poll)
                 poll = min(2 * poll, 10 * LAST_POLL_S)
+                reserved = self._reserve([hashes[i] for i in left])
         return done
 
-    def _write(self, reserve: Reserve, given: Sequence[tuple[int, int]], hashes: Sequence[bytes], slots: np.ndarray, view: View) -> bool:
+    def _reserve(self, hashes: Sequence[bytes]) -> _Reserved | None:
+        arena = self._client.arena()
+        if arena is None:
+            return None
+        reserve = self._client.reserve(hashes)
+        return None if reserve is None else _Reserved(reserve, arena)
+
+    def _give_up(self, reserve: Reserve) -> None:
+        """Its slots, should they come, go back."""
+        with self._changed:
+            self._late.append(reserve)
+            self._changed.notify_all()
+
+    def _write(self, reserved: _Reserved, given: Sequence[tuple[int, int]], hashes: Sequence[bytes], slots: np.ndarray, view: View) -> bool:
         """Copy pages (index, node's slot) out and commit them, all or none."""
-        good = False
+        good, reserve = False, reserved.reserve
         try:
-            good = self._gather(reserve, given, slots, view)
+            good = self._gather(reserved, given, slots, view)
         finally:
             if good:
                 self._client.commit(reserve.generation, [(hashes[i], slot) for i, slot in given], self._rectangles)
@@ -341,11 +386,8 @@ class HiCacheStore:
                 self._client.discard(reserve.generation, [slot for _, slot in given])
         return good
 
-    def _gather(self, reserve: Reserve, given: Sequence[tuple[int, int]], slots: np.ndarray, view: View) -> bool:
-        arena = self._client.arena()
-        if arena is None:
-            return False
-        with arena.pin(reserve.epoch, 0) as pinned:
+    def _gather(self, reserved: _Reserved, given: Sequence[tuple[int, int]], slots: np.ndarray, view: View) -> bool:
+        with reserved.arena.pin(reserved.reserve.epoch, 0) as pinned:
             if pinned is None:
                 return False
             pages = [page for _, slot in given if (page := pinned.slot(slot)) is not None]

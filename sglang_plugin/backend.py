@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
@@ -24,6 +25,7 @@ from ..common.config import CacheConfig, load_config
 from ..common.errors import ConfigError, UnsupportedError
 from ..common.kv_copy import BoundView
 from ..common.node.client import NodeClient
+from ..common.node.memory import auto_size
 from ..common.page import PageLayout
 from ..connectors.calls import CallTimes, timed
 from ..connectors.hicache import HiCacheStore, page_hash
@@ -37,6 +39,8 @@ SGLANG_KEYS = frozenset({"allocator", "backend_name", "class_name", "file_storag
 # How long an engine's start waits for the node; without it the engine starts all the same and the cache joins later.
 NODE_START_S = 15.0
 MAX_COPY_THREADS = 4
+# SGLang's host pool is a cache in memory already. With something slower behind the node, its own memory is a place to pass through.
+STAGING_BYTES = 4 << 30
 # Of the numbers that SGLang's metrics collect at its leisure.
 MAX_SAMPLES = 1000
 
@@ -83,7 +87,7 @@ class MooncakeHiCache(HiCacheStorage):
             self.stop(str(error))
 
     def _attach(self, pool: Any) -> None:
-        config = self.config
+        config = self.config = _with_staging_size(self.config)
         namespace = namespace_of(pool, self._storage_config, config)
         self._layout = PageLayout(namespace)
         self._rank = rank_of(pool, self._storage_config, namespace)
@@ -106,7 +110,7 @@ class MooncakeHiCache(HiCacheStorage):
         )
         if self._storage_config.tp_rank == 0 and self._storage_config.pp_rank == 0:
             logger.info("mooncake-kv serves namespace %s (node %r)", digest, config.node)
-            for note in notes(namespace):
+            for note in notes(namespace, config):
                 logger.warning("mooncake-kv: %s", note)
 
     def _bind(self, buffer: torch.Tensor, threads: int = 1) -> BoundView:
@@ -239,6 +243,13 @@ class MooncakeHiCache(HiCacheStorage):
         else:
             shape[axis] = 1
         return self._bind(page.view(shape))
+
+
+def _with_staging_size(config: CacheConfig) -> CacheConfig:
+    """The same, unless the node has a slow tier and nobody has said how much memory it takes."""
+    if config.sources.get("dram_size", "default") != "default" or not (config.ssd_path or config.master_server_address):
+        return config
+    return msgspec.structs.replace(config, dram_size=min(STAGING_BYTES, auto_size()))
 
 
 def _leading(keys: Sequence[str]) -> list[bytes]:

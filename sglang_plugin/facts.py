@@ -104,8 +104,8 @@ def refuse_unsupported(pool: Any, storage_config: Any, model: Any) -> None:
     if pool.layer_num != pool.target_layer_num:
         _refuse(f"{pool.layer_num - pool.target_layer_num} draft layers in the KV pool")
     if POOLS[kind]:
-        if pool.dsa_kv_cache_store_fp8 or pool.override_kv_cache_dim:
-            _refuse("MLA rows that SGLang packs in a format of its own")
+        if pool.dsa_kv_cache_store_fp8 or pool.kv_cache_dim != pool.kv_lora_rank + pool.qk_rope_head_dim:
+            _refuse(f"MLA rows of {pool.kv_cache_dim} items, which SGLang packs in a format of its own")
         if pool._native_buffers is not None:
             _refuse("MLA with separate latent and RoPE buffers")
     for name in ("attn_cp_size", "dcp_size"):
@@ -127,9 +127,12 @@ def refuse_side_pool(name: str) -> NoReturn:
     _refuse(f"the side pool {name!r} (sliding window, Mamba, indexer or draft state beside the KV)")
 
 
-def notes(namespace: KVNamespace) -> list[str]:
-    """What a user should know at start about whom this engine shares with."""
+def notes(namespace: KVNamespace, config: CacheConfig) -> list[str]:
+    """What a user should know at start: whom this engine shares with, and what has no effect here."""
     found = []
+    for key in ("save_decode", "load_step_bytes", "credits"):
+        if (source := config.sources.get(key, "default")) != "default":
+            found.append(f"{key} ({source}) has no effect in SGLang")
     if namespace.page_tokens != DEFAULT_PAGE:
         found.append(
             f"pages have {namespace.page_tokens} tokens: they are shared with engines of the same page size only; elsewhere the default is "

@@ -77,3 +77,37 @@ def pretend(state: dict[str, Any], patch: Any) -> None:
     patch(compat, "server_args", lambda: SimpleNamespace(port=30000, random_seed=1))
     patch(hooks, "_installed", True)
     patch(hooks, "weights_changed", False)
+
+
+def mla_pool(*, layout: str, pages: int, page_tokens: int, layers: int, latent: int, rope: int) -> Any:
+    """A MLATokenToKVPoolHost, likewise."""
+    from sglang.srt.mem_cache.device_pool_info import MLABufferInfo
+    from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+    device = tuple(torch.zeros((page_tokens, 1, latent + rope), dtype=torch.bfloat16) for _ in range(layers))
+    info = MLABufferInfo(
+        buffers=device,
+        data_ptrs=torch.tensor([layer.data_ptr() for layer in device], dtype=torch.uint64),
+        layer_indices=tuple(range(layers)),
+        device_layer_num=layers,
+        page_size=page_tokens,
+        kv_lora_rank=latent,
+        qk_rope_head_dim=rope,
+        kv_cache_dim=latent + rope,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    with host_memory_budget_scope(64 << 30):
+        return MLATokenToKVPoolHost(
+            info,
+            1.0,
+            0,
+            page_tokens,
+            layout,
+            pin_memory=False,
+            device_capacity_tokens=pages * page_tokens,
+            start_layer=0,
+            end_layer=layers,
+            target_layer_num=layers,
+        )

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from mooncake_kv.common.config import load_config
 from mooncake_kv.common.errors import ConfigError, UnsupportedError
 from mooncake_kv.common.hashing import page_hashes, storage_namespace_seed
 from mooncake_kv.sglang_plugin import compat, facts, hooks
@@ -161,6 +162,30 @@ def test_of_replicas_one_writes(attach: Any) -> None:
     until(lambda: ranks[3].batch_exists(KEYS[:1]) == 1)
 
 
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_mla_is_written_once_and_read_by_every_rank(attach: Any, layout: str) -> None:
+    sizes = {"pages": SLOTS // P, "page_tokens": P, "layers": LAYERS, "latent": 48, "rope": 16}
+    pools = [sglang_parts.mla_pool(layout=chosen, **sizes) for chosen in (layout, "page_first")]
+    pools[0].kv_buffer.copy_(torch.randn(pools[0].kv_buffer.shape).to(torch.bfloat16))
+    ranks = [attach(pool, storage_config(tp_rank=i, tp_size=2, is_mla_model=True)) for i, pool in enumerate(pools)]
+    assert [rank._rank.writes for rank in ranks] == [True, False]
+    assert ranks[1].batch_set_v1(KEYS[:2], indices(0, 1)) == [True, True], "nothing to do"
+    assert ranks[0].batch_set_v1(KEYS[:2], indices(4, 3)) == [True, True]
+    until(lambda: ranks[1].batch_exists(KEYS[:3]) == 2)
+    assert ranks[1].batch_get_v1(KEYS[:2], indices(0, 1)) == [True, True]
+    found = [
+        torch.stack([ranks[i].mem_pool_host.get_data_page(page * P, flat=False).flatten() for page in pages])
+        for i, pages in ((0, (4, 3)), (1, (0, 1)))
+    ]
+    axes = {"layer_first": (0, 1), "page_first": (1, 0), "page_first_direct": (0, 1)}
+    shapes = {"layer_first": (LAYERS, P), "page_first": (P, LAYERS), "page_first_direct": (LAYERS, P)}
+    alike = [
+        page.reshape(2, *shapes[name], 64).permute(0, *(1 + a for a in axes[name]), 3)
+        for page, name in zip(found, (layout, "page_first"), strict=True)
+    ]
+    assert torch.equal(*alike)
+
+
 def test_one_bool_for_each_key_whatever_the_keys_are(attach: Any) -> None:
     backend = attach(host_pool(seed=1))
     odd = [KEYS[0], "not a hash", KEYS[1]]
@@ -231,10 +256,19 @@ def test_configuration_mistakes_are_named(attach: Any, monkeypatch: pytest.Monke
 
 
 def test_says_with_whom_it_does_not_share(attach: Any, process: dict[str, Any]) -> None:
-    backend = attach(host_pool())
+    backend = attach(host_pool(), storage_config({"save_decode": False}))
     process["lora"].enable_lora = True
-    said = facts.notes(backend._layout.namespace)
-    assert any("16 tokens" in line and "--page-size 64" in line for line in said) and any("LoRA" in line for line in said)
+    said = "\n".join(facts.notes(backend._layout.namespace, backend.config))
+    assert "16 tokens" in said and "--page-size 64" in said and "LoRA" in said and "save_decode" in said
+
+
+def test_with_a_slow_tier_the_node_takes_little_memory(tmp_path: Path) -> None:
+    from mooncake_kv.sglang_plugin.backend import STAGING_BYTES, _with_staging_size
+
+    slow = {"ssd_path": str(tmp_path), "ssd_size": "1gb"}
+    assert 0 < _with_staging_size(load_config(slow, environ={})).dram_size <= STAGING_BYTES
+    assert _with_staging_size(load_config({**slow, "dram_size": "8gb"}, environ={})).dram_size == 8 << 30
+    assert _with_staging_size(load_config({}, environ={})).dram_size == 0
 
 
 def test_the_newer_calls_are_chosen_for_a_dynamic_backend(attach: Any) -> None:

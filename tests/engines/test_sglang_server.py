@@ -36,8 +36,9 @@ class Api:
         body = {"hicache_storage_backend": backend, "hicache_storage_backend_extra_config_json": json.dumps(extra)}
         return self.server.send("PUT", "/hicache/storage-backend", body, KEY)
 
-    def detach(self) -> tuple[int, str]:
-        return self.server.send("DELETE", "/hicache/storage-backend", key=KEY)
+    def detach(self) -> None:
+        """SGLang refuses while anything is under way."""
+        self._insist("DELETE", "/hicache/storage-backend")
 
     def stored(self, ids: list[int]) -> int:
         """Tokens that came from the storage when these are asked."""
@@ -45,9 +46,12 @@ class Api:
         return int((answer["meta_info"].get("cached_tokens_details") or {}).get("storage", 0))
 
     def flush(self) -> None:
-        deadline = time.monotonic() + 10
-        while self.server.send("POST", "/flush_cache", key=KEY)[0] != 200:
-            assert time.monotonic() < deadline
+        self._insist("POST", "/flush_cache")
+
+    def _insist(self, method: str, path: str) -> None:
+        deadline = time.monotonic() + 15
+        while (answer := self.server.send(method, path, key=KEY))[0] != 200:
+            assert time.monotonic() < deadline, answer
             time.sleep(0.1)
 
 
@@ -59,7 +63,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def api(module_runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory, loaded: Path) -> Iterator[Api]:
     # Loads plugins before the server's modules; the other command, `python -m sglang.launch_server`, after them.
-    command = [sys.executable, "-m", "sglang.cli.main", "serve", "--model-path", str(generated_llama(TINY_LLAMA)), *ARGUMENTS.split()]
+    start = [str(Path(sys.executable).with_name("sglang")), "serve"]
+    command = [*start, "--model-path", str(generated_llama(TINY_LLAMA)), *ARGUMENTS.split()]
     log = tmp_path_factory.mktemp("server") / "log"
     with HttpServer(command, log, environment={LOADED: str(loaded)}) as server:
         yield Api(server)
@@ -77,7 +82,7 @@ def test_attach_use_and_detach(api: Api, loaded: Path) -> None:
     api.flush()
     # SGLang asks from 256 whole tokens on, without the last token of the prompt.
     assert {length: api.stored(prompt) for length, prompt in prompts.items()} == {255: 0, 256: 0, 257: 256, 600: 576}
-    assert api.detach()[0] == 200
+    api.detach()
     api.flush()
     assert api.stored(prompts[600]) == 0
 
@@ -91,7 +96,7 @@ def test_attach_by_the_other_name_finds_the_pages(api: Api) -> None:
     time.sleep(0.5)
     api.flush()
     assert api.stored(random_ids(600, 600)) == 0
-    assert api.detach()[0] == 200
+    api.detach()
 
 
 def test_a_mistake_is_named_and_leaves_the_server_as_it_was(api: Api) -> None:
@@ -102,4 +107,4 @@ def test_a_mistake_is_named_and_leaves_the_server_as_it_was(api: Api) -> None:
     assert api.stored(random_ids(300, 7)) == 0
     status, text = api.attach("mooncake", SETTINGS)
     assert status == 200, text
-    assert api.detach()[0] == 200
+    api.detach()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -189,6 +190,47 @@ def test_a_flipped_bit_ends_the_run_there(ranks: Any) -> None:
     until(lambda: b.store.exists(HASHES[:6]) == 3)  # the node looked again and dropped it
     assert a.store.set(HASHES[:6], slots([0, 1, 2, 3, 4, 5])) == [True] * 6
     until(lambda: b.store.get(HASHES[:6], slots([0, 1, 2, 3, 4, 5])) == 6)
+
+
+def test_without_the_check_the_bit_would_be_served(ranks: Any) -> None:
+    """That the test above tests something."""
+    a = ranks()
+    a.fill()
+    a.store.set(HASHES[:6], slots([0, 1, 2, 3, 4, 5]))
+    assert stored(a, 6)
+    b = ranks(engine="b", verify=False)
+    assert b.store.exists(HASHES[:6]) == 6
+    until(lambda: all(staged.fetch.done for staged in b.store._staged.values()))  # the node has checked
+    flip(a, 3)
+    assert b.store.get(HASHES[:6], slots([0, 1, 2, 3, 4, 5])) == 6
+    assert not np.array_equal(b.pages([3]), a.pages([3]))
+
+
+def test_what_was_staged_over_a_lost_connection_is_fetched_anew(ranks: Any, runtime_dir: Path) -> None:
+    """The node and its memory are the same, but the leases ended with the connection: the slots may hold other pages by now."""
+    a = ranks(verify=False)
+    a.fill()
+    a.store.set(HASHES[:4], slots([0, 1, 2, 3]))
+    assert stored(a, 4)
+    (staged,) = a.store._staged.values()
+    cut(runtime_dir)
+    until(lambda: not a.client.ready)
+    until(lambda: a.client.ready and a.client.counters()["mapped_bytes"] > 0, DEADLINE_S)
+    assert a.client.epoch == staged.fetch.epoch, "the same node"
+    assert a.store._scatter(staged.fetched, staged.fetch.slots, HASHES[:4], slots([9, 8, 7, 6]), a.store._view) is None
+    until(lambda: a.store.get(HASHES[:4], slots([9, 8, 7, 6])) == 4)
+    assert np.array_equal(a.pages([9, 8, 7, 6]), a.pages([0, 1, 2, 3]))
+
+
+def cut(folder: Path) -> None:
+    """End this process's connections to nodes below `folder`."""
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(number))) as connection:
+                if str(connection.getpeername()).startswith(str(folder)):
+                    connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue
 
 
 def flip(rank: Rank, page: int) -> None:

@@ -46,11 +46,11 @@ def install_hicache(rank: Callable[[], int]) -> None:
     if getattr(original, "mooncake_kv_test", False):
         return
 
-    def _scatter(self: Any, fetch: Any, node_slots: Any, hashes: Any, *args: Any) -> Any:
+    def _scatter(self: Any, fetched: Any, node_slots: Any, hashes: Any, *args: Any) -> Any:
         if fault := _fault(rank()):
             node_slots = list(node_slots)
-            _meet(fault, rank(), self, fetch, node_slots, hashes, self._digest, 0)
-        return original(self, fetch, node_slots, hashes, *args)
+            _meet(fault, rank(), self, fetched.fetch, node_slots, hashes, self._digest, 0)
+        return original(self, fetched, node_slots, hashes, *args)
 
     _scatter.mooncake_kv_test = True  # type: ignore[attr-defined]
     HiCacheStore._scatter = _scatter  # type: ignore[method-assign]
