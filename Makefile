@@ -3,7 +3,7 @@ SYSTEM_PYTHON := $(or $(shell command -v python3.11),python3)
 # Only expanded inside recipes, so that `make clean` and the like never start a build.
 PYTHON = $(shell $(SYSTEM_PYTHON) tests/env/build.py)
 
-.PHONY: setup python demo test lint bench
+.PHONY: setup python demo test lint bench soak
 
 setup:
 	@$(SYSTEM_PYTHON) tests/env/build.py >/dev/null
@@ -24,3 +24,8 @@ bench: setup
 	@$(PYTHON) benchmarks/core.py
 	@$(PYTHON) benchmarks/tiers.py
 	@$(PYTHON) benchmarks/vllm_ttft.py
+
+# Faults at random under load, for MINUTES minutes.
+MINUTES := 10
+soak: setup
+	@$(PYTHON) tests/soak.py --minutes $(MINUTES) $(ARGS)

@@ -120,13 +120,17 @@ def demo(
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there as JSON.", show_default=False)
     ] = None,
 ) -> None:
-    """Ask a model about a long text: without the cache, after a reset of the engine's own cache, and in a fresh engine."""
+    """Ask a model about a long text: without the cache, after a reset of the engine's own cache, in a fresh engine, from disk, from
+    Mooncake's pool."""
+    import signal
+
     from .demo import DemoFailed, run
 
     shipped = Path(sys.prefix, "share", "mooncake-kv", "demo-model")
     if model is None and not shipped.exists():
         typer.echo("mooncake-kv: --model is missing, and this environment has no model of its own (that of `make setup` has one)", err=True)
         raise typer.Exit(2)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends its processes and removes its folder then, too
     try:
         report = run(model or str(shipped.resolve()))
     except DemoFailed as error:

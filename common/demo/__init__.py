@@ -2,17 +2,21 @@
 
 One chapter of a book, three questions about it. Engine 1 answers without any cache, then from its own prefix cache (the oracle: a text
 computed without a cache may differ from it by rounding), then with its own cache emptied. Engine 2, a fresh process, answers while the
-node is still warm. Promises: `Report.correct` is True only if every answer from our cache equals the engine's own local hit and skipped
-prefill; the demo uses a node of its own, and leaves no process behind, however it ends.
+node is still warm, then from disk, its node having been replaced by an empty one before each question. Engine 3 answers from Mooncake's
+pool, through a node of another name, without disk, as empty before each question; the pages and the master are the first node's.
+
+Promises: `Report.correct` is True only if every answer from our cache equals the engine's own local hit, skipped prefill, and came from
+where its row says; the demo uses nodes and folders of its own, leaves no process behind, however it ends, and no folder but, after a
+failure, that with the logs. Where Mooncake cannot be used here, the row `pool` is left out and `Report.left_out` says why.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,11 +26,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..errors import ConfigError
-from ..node.paths import node_paths
-from ..node.spawn import NodeUnavailable
-from ..node.tool import NodeTool
-from .server import NODE, Answer, DemoFailed, Server
+from .nodes import DISK_BYTES, POOL_BYTES, DemoNode, end_nodes
+from .server import Answer, DemoFailed, Server
 
 __all__ = ["DemoFailed", "Report", "Run", "run"]
 
@@ -40,11 +41,18 @@ LABELS = {
     "cold": "without a cache",
     "reset": "engine's own cache emptied",
     "new_engine": "fresh engine process",
+    "ssd": "memory empty, from disk",
+    "pool": "another node, from the pool",
 }
+# Where the answers of a row have to come from.
+TIERS = {"reset": "dram", "new_engine": "dram", "ssd": "ssd", "pool": "pool"}
+PAGE_TOKENS = 64
+# Engines' starts and rows.
+STEPS = 9
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """`tier`: where the reused tokens' KV came from ("none", "engine", "dram", ...)."""
+    """`tier`: where the reused tokens' KV came from ("none", "engine", "dram", "ssd", "pool")."""
 
     name: str
     ttft_s: float
@@ -54,25 +62,30 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """`answers[name]` has one answer per question ("cold": the first question only), `local` the oracle's."""
+    """`answers[name]` has one answer per question ("cold": the first question only), `local` the oracle's. `left_out`: why a row is
+    missing, one sentence each."""
 
     model: str
     local: list[Answer]
     answers: dict[str, list[Answer]]
+    left_out: dict[str, str] = {}
 
     @property
     def mistakes(self) -> list[str]:
-        """What (b) or (c) got wrong, one sentence each."""
+        """What the answers from our cache got wrong, one sentence each."""
         found = []
-        for name in ("reset", "new_engine"):
+        for name in self.answers.keys() & TIERS.keys():
             for question, answer, local in zip(QUESTIONS, self.answers[name], self.local, strict=True):
                 where = f"{LABELS[name]}, {question!r}"
-                if answer.tier in ("none", "engine") or answer.tokens_reused < local.tokens_reused:
+                came = answer.sources.get(TIERS[name], 0)
+                if min(answer.tokens_reused, came) < local.tokens_reused:
                     why = f" ({answer.not_loaded})" if answer.not_loaded else ""
-                    found.append(f"{where}: {answer.tokens_reused:,} tokens reused of {local.tokens_reused:,} that were there{why}")
+                    others = ", ".join(f"{tokens:,} from {source}" for source, tokens in answer.sources.items() if source != TIERS[name])
+                    came_from = f"{came:,} tokens reused from {TIERS[name]}" + (f", {others}," if others else "")
+                    found.append(f"{where}: {came_from} of {local.tokens_reused:,} that were there{why}")
                 elif answer.text != local.text:
                     found.append(f"{where}: {answer.text!r} is not what the engine's own prefix hit gives: {local.text!r}")
-        return found
+        return sorted(found)
 
     @property
     def correct(self) -> bool:
@@ -84,58 +97,98 @@ class Report(msgspec.Struct, kw_only=True):
             Run(name=name, ttft_s=a[0].ttft_s, tokens_reused=a[0].tokens_reused, tier=a[0].tier, text=a[0].text)
             for name, a in self.answers.items()
         ]
-        return {"model": self.model, "prompt_tokens": self.local[0].prompt_tokens, "runs": msgspec.to_builtins(runs)}
+        report = {"model": self.model, "prompt_tokens": self.local[0].prompt_tokens, "runs": msgspec.to_builtins(runs)}
+        return report | ({"left_out": self.left_out} if self.left_out else {})
 
 
 def run(model: str) -> Report:
     """Run the demo, show its progress and the table on the terminal. Raises DemoFailed with one sentence."""
     console = Console()
-    chapter = files(__package__).joinpath("text.txt").read_text(encoding="utf-8")
-    prompts = [f"Read this text.\n\n{chapter}\n\nQuestion: {question} Answer in a few words." for question in QUESTIONS]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with _own_node() as folder, Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=5)
-
-        def step(what: str) -> None:
-            progress.update(task, description=what)
-
-        step("Starting an engine")
-        with Server(model, folder / "engine-1.log") as engine:
-            progress.advance(task)
-            step("Asking without a cache")
-            engine.ask(WARM_UP, max_tokens=4)
-            cold = engine.ask(prompts[0])
-            progress.advance(task)
-            step("Asking again, with the engine's own cache")
-            local = []
-            for prompt in prompts:
-                engine.ask(prompt)
-                local.append(engine.ask(prompt))
-            step("Asking with the engine's own cache emptied")
-            reset = _ask_after_reset(engine, prompts)
-            progress.advance(task)
-        step("Starting a fresh engine")
-        with Server(model, folder / "engine-2.log") as engine:
-            progress.advance(task)
-            step("Asking the fresh engine")
-            engine.ask(WARM_UP, max_tokens=4)
-            new_engine = _ask_after_reset(engine, prompts)
-            progress.advance(task)
-    report = Report(model=Path(model).name, local=local, answers={"cold": [cold], "reset": reset, "new_engine": new_engine})
+    with _own_folder() as folder:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            report = _Demo(model, folder.path, progress).run()
+        folder.keep_logs = not report.correct
     _show(console, report)
-    if report.correct:
-        shutil.rmtree(folder)
-    else:
-        console.print(f"The engines' and the node's logs are in {folder}.", highlight=False)
+    if folder.keep_logs:
+        console.print(f"The engines' and the nodes' logs are in {folder.path}.", highlight=False)
     return report
 
 
-def _ask_after_reset(engine: Server, prompts: list[str]) -> list[Answer]:
-    answers = []
-    for prompt in prompts:
-        engine.reset()
-        answers.append(engine.ask(prompt))
-    return answers
+class _Demo:
+    def __init__(self, model: str, folder: Path, progress: Progress) -> None:
+        self._model, self._folder, self._progress = model, folder, progress
+        self._task, self._begun = progress.add_task("", total=STEPS), 0
+        chapter = files(__package__).joinpath("text.txt").read_text(encoding="utf-8")
+        self._prompts = [f"Read this text.\n\n{chapter}\n\nQuestion: {question} Answer in a few words." for question in QUESTIONS]
+
+    def run(self) -> Report:
+        pool = {"master_server_address": "embedded", "global_segment_size": POOL_BYTES}
+        node = DemoNode("demo", self._folder, {"ssd_path": str(self._folder / "ssd"), "ssd_size": DISK_BYTES, **pool})
+        answers, left_out = {}, {}
+        with self._engine(1, node) as engine:
+            self._step("Asking without a cache")
+            engine.ask(WARM_UP, max_tokens=4)
+            answers["cold"] = [engine.ask(self._prompts[0])]
+            self._step("Asking again, with the engine's own cache")
+            local = []
+            for prompt in self._prompts:
+                engine.ask(prompt)
+                local.append(engine.ask(prompt))
+            self._step("Asking with the engine's own cache emptied")
+            answers["reset"] = self._ask(engine)
+        pages = local[0].tokens_reused // PAGE_TOKENS
+        with self._engine(2, node) as engine:
+            self._step("Asking the fresh engine")
+            engine.ask(WARM_UP, max_tokens=4)
+            answers["new_engine"] = self._ask(engine)
+            self._wait_written(node, "ssd", pages)
+            self._step("Asking with an empty node, its pages on disk")
+            answers["ssd"] = self._ask(engine, node.restart)
+            if why := node.tier("pool"):
+                left_out["pool"] = why
+            else:
+                # The pool's pages were in the memory of the nodes that have ended; used again, they are written again.
+                self._ask(engine)
+                self._wait_written(node, "pool", pages)
+        if not left_out:
+            other = DemoNode("other", self._folder, {"master_server_address": node.master(), "global_segment_size": 0})
+            with self._engine(3, other) as engine:
+                self._step("Asking through another node, the pages in the pool")
+                engine.ask(WARM_UP, max_tokens=4)
+
+                def empty() -> None:
+                    other.restart()
+                    if why := other.tier("pool"):
+                        raise DemoFailed(f"the second node does not reach the pool: {why}")
+
+                answers["pool"] = self._ask(engine, empty)
+        return Report(model=Path(self._model).name, local=local, answers=answers, left_out=left_out)
+
+    def _ask(self, engine: Server, before: Callable[[], object] | None = None) -> list[Answer]:
+        """All questions, with the engine's own cache emptied before each. After `before`, which replaces the node, there is a warm-up, as
+        in every engine."""
+        answers = []
+        for prompt in self._prompts:
+            if before is not None:
+                before()
+                engine.ask(WARM_UP, max_tokens=4)
+            engine.reset()
+            answers.append(engine.ask(prompt))
+        return answers
+
+    def _engine(self, number: int, node: DemoNode) -> Server:
+        self._step(f"Starting engine {number}")
+        return Server(self._model, self._folder / f"engine-{number}.log", node.settings)
+
+    def _step(self, what: str) -> None:
+        self._progress.update(self._task, description=what, completed=self._begun)
+        self._begun += 1
+
+    def _wait_written(self, node: DemoNode, tier: str, pages: int) -> None:
+        waiting = self._progress.add_task(f"Pages written to {tier}", total=pages)
+        node.wait_written(tier, pages, lambda written: self._progress.update(waiting, completed=written))
+        self._progress.remove_task(waiting)
 
 
 def _show(console: Console, report: Report) -> None:
@@ -150,27 +203,35 @@ def _show(console: Console, report: Report) -> None:
                 table.add_row(LABELS[name], took, reused, answer.tier, " ".join(answer.text.split()))
         table.add_section()
     console.print(table)
+    for name, why in report.left_out.items():
+        console.print(f"No row {LABELS[name]!r}: {why}", highlight=False, markup=False)
     for mistake in report.mistakes:
         console.print(f"WRONG: {mistake}", style="bold red", markup=False)
     if report.correct:
-        cold, reset, fresh = (report.answers[name][0].ttft_s for name in LABELS)
+        cold = report.answers["cold"][0].ttft_s
+        sooner = [f"{cold / report.answers[name][0].ttft_s:.1f} times ({LABELS[name]})" for name in TIERS if name in report.answers]
         console.print(
-            f"First token: {cold / reset:.1f} times sooner after the reset, {cold / fresh:.1f} times sooner in the fresh engine; "
-            "every answer is the one that the engine gives from its own cache.",
+            f"First token sooner: {', '.join(sooner)}. Every answer is the one that the engine gives from its own cache.",
             highlight=False,
         )
 
 
+@dataclass
+class _Folder:
+    path: Path
+    keep_logs: bool = False
+
+
 @contextmanager
-def _own_node() -> Iterator[Path]:
-    """A private folder, for logs and for the node, which is gone afterwards; also where engines find it (see server.environment)."""
-    folder = Path(tempfile.mkdtemp(prefix="mooncake-kv-demo-"))
+def _own_folder() -> Iterator[_Folder]:
+    """A private folder, for logs and for all that the nodes have; also where engines find nodes (see server.environment). The nodes are
+    gone afterwards, and so is the folder, but for the logs after a failure."""
+    folder = _Folder(Path(tempfile.mkdtemp(prefix="mooncake-kv-demo-")))
     try:
         yield folder
+    except DemoFailed:
+        folder.keep_logs = True
+        raise
     finally:
-        try:
-            node = node_paths(NODE, environ={"XDG_RUNTIME_DIR": str(folder)})
-            with NodeTool(node, version=version("mooncake-kv"), timeout_s=10) as tool:
-                tool.stop()
-        except (NodeUnavailable, ConfigError):
-            pass  # it never started
+        end_nodes(folder.path)
+        shutil.rmtree(folder.path / "ssd" if folder.keep_logs else folder.path, ignore_errors=True)

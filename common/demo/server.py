@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,13 +24,9 @@ from prometheus_client.parser import text_string_to_metric_families
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 120.0
 MAX_TOKENS = 40
-# vLLM's name for where a cached prompt token's KV lay -> ours.
-TIERS = {"device": "engine", "host": "dram", "disk": "ssd", "p2p": "peer", "external_unspecified": "pool"}
-_TOKENS, _REASONS = "vllm:prompt_tokens_cached_by_source_total", "vllm:mooncake_kv_no_load_total"
-_LABELS = {_TOKENS.removesuffix("_total"): "source", _REASONS.removesuffix("_total"): "reason"}
-
-
-NODE = "demo"
+_CACHED, _LOADED = "vllm:prompt_tokens_cached_by_source_total", "vllm:mooncake_kv_loaded_tokens_total"
+_REASONS = "vllm:mooncake_kv_no_load_total"
+_LABELS = {metric.removesuffix("_total"): label for metric, label in ((_CACHED, "source"), (_LOADED, "tier"), (_REASONS, "reason"))}
 
 
 class DemoFailed(Exception):
@@ -38,32 +35,35 @@ class DemoFailed(Exception):
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """`ttft_s`: seconds from sending the request to the first character. `tokens_reused`: prompt tokens that were not computed.
-    `not_loaded`: why the connector loaded nothing, where it says so."""
+    `sources`: tokens by where their KV came from, by the counters of the connector ("dram", "ssd", "pool") and of vLLM ("engine": its own
+    prefix cache). `not_loaded`: why the connector loaded nothing, where it says so."""
 
     ttft_s: float
     prompt_tokens: int
     tokens_reused: int
-    tier: str
+    sources: dict[str, int]
     text: str
     not_loaded: str = ""
+
+    @property
+    def tier(self) -> str:
+        """Where most of the reused tokens came from; "none" if none was reused."""
+        return max(self.sources, key=self.sources.__getitem__, default="none") if self.tokens_reused else "none"
 
 
 class Server:
     """A context manager: the process runs inside it. Raises DemoFailed."""
 
-    def __init__(self, model: str, log: Path) -> None:
-        self._model, self._log = model, log
+    def __init__(self, model: str, log: Path, settings: Mapping[str, Any]) -> None:
+        self._model, self._log, self._settings = model, log, settings
 
     def __enter__(self) -> Self:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
-        settings = {"kind": "Store", "node": NODE, "dram_size": "2gb", "extent_size": "256mb", "idle_exit_s": 60, "metrics_port": -1}
-        # Patient, because it is started on machines that are busy with other things, and has to show hits.
-        settings["fetch_timeout_ms"] = 5000
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self._model, "--served-model-name", "demo"]
-        command += ["--kv-connector", "mooncake", "--moon-cache-config", json.dumps(settings)]
+        command += ["--kv-connector", "mooncake", "--moon-cache-config", json.dumps(self._settings)]
         # Blocks as long as our pages, so that the engine's own hit and ours have the same length.
         command += ["--enforce-eager", "--block-size", "64", "--max-model-len", "4096", "--enable-prompt-tokens-details"]
         with self._log.open("wb") as log:
@@ -106,13 +106,14 @@ class Server:
             raise DemoFailed(f"the engine gave no answer; see {self._log}")
         reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         grown = {key: count - before.get(key, 0) for key, count in self._counts().items() if count > before.get(key, 0)}
-        sources = {label: tokens for (metric, label), tokens in grown.items() if metric == _TOKENS}
-        source = max(sources, key=sources.__getitem__, default="")
+        sources = {label: int(tokens) for (metric, label), tokens in grown.items() if metric == _LOADED}
+        if own := grown.get((_CACHED, "device")):
+            sources["engine"] = int(own)
         return Answer(
             ttft_s=ttft,
             prompt_tokens=usage["prompt_tokens"],
             tokens_reused=reused,
-            tier=TIERS.get(source, source) if reused else "none",
+            sources=sources,
             text=text,
             not_loaded=", ".join(label for metric, label in grown if metric == _REASONS),
         )
@@ -124,7 +125,7 @@ class Server:
                 raise DemoFailed(f"the engine did not reset its prefix cache; see {self._log}")
 
     def _counts(self) -> dict[tuple[str, str], float]:
-        """(metric, label) -> count, of cached tokens by source and of requests that loaded nothing by reason."""
+        """(metric, label) -> count, of cached tokens by source, loaded ones by tier, and requests that loaded nothing by reason."""
         with self._open("/metrics") as reply:
             families = list(text_string_to_metric_families(reply.read().decode()))
         samples = [s for family in families for s in family.samples if family.name in _LABELS]

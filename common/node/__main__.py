@@ -37,8 +37,9 @@ from .server import Node
 from .settings import NodeSettings, node_settings
 
 EXIT_RUNNING = 3
-# A predecessor that is leaving has removed its socket a moment before its lock.
+# A predecessor that is leaving has removed its socket before its lock: a moment, or with a segment of the pool to unmount seconds.
 LOCK_S = 2.0
+LEAVING_S = 10.0
 LOG_LINES = 1000
 LOG_END_S = 1.0
 # The event loop gets the GIL back from the thread that renders metrics after this time instead of Python's 5 ms.
@@ -101,13 +102,13 @@ def _settings(parsed: argparse.Namespace) -> NodeSettings:
 def _lock(paths: NodePaths) -> int | None:
     """A descriptor that holds the node's lock for as long as it is open; None if another node has it."""
     lock = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    deadline = time.monotonic() + LOCK_S
+    begun = time.monotonic()
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock
         except BlockingIOError:
-            if time.monotonic() > deadline:
+            if time.monotonic() > begun + (LOCK_S if paths.socket.exists() else LEAVING_S):
                 os.close(lock)
                 return None
             time.sleep(0.02)

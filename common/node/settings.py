@@ -51,7 +51,7 @@ class NodeSettings:
             # Starts what this node gives to the pool, and joins it. A dead or frozen master is noticed by the tier itself within 2 s.
             keeper = Keeper(self.values, self.sources, folder)
             writes = WRITES[str(self.values["write_policy"])]
-            specs.append(TierSpec("pool", keeper.ensure, writes, open_s=20.0, leading_s=3.0))
+            specs.append(TierSpec("pool", keeper.ensure, writes, keeper.close, open_s=20.0, leading_s=3.0))
         return specs
 
     def prepare_folders(self) -> None:

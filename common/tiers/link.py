@@ -48,15 +48,21 @@ Done = Callable[[Result], object]
 Safe = Callable[[], object]
 
 
+def _nothing() -> None:
+    """In place of a callback."""
+
+
 @dataclass(frozen=True)
 class TierSpec:
     """What the node has to know about a tier. `prepare` returns what `open_tier` gets, anew for each process; it may block, runs in a
-    thread, and may raise TierDown or ConfigError. `writes`: why a page is written to it (see base.Why); `touches`: whether it cares what is
-    in use in memory; `awaited`: whether the node waits for it when it starts. Deadlines are seconds."""
+    thread, and may raise TierDown or ConfigError. `close` ends what it started; called once, when the tier's processes are gone. `writes`:
+    why a page is written to it (see base.Why); `touches`: whether it cares what is in use in memory; `awaited`: whether the node waits for
+    it when it starts. Deadlines are seconds."""
 
     name: str
     prepare: Callable[[], Mapping[str, Any]]
     writes: frozenset[str]
+    close: Callable[[], object] = _nothing
     touches: bool = False
     awaited: bool = False
     open_s: float = 10.0
@@ -199,10 +205,12 @@ class TierLink:
             self._child.hang_up()
 
     def wait(self, deadline: float) -> None:
-        """For the end of the processes, until `deadline` (time.monotonic()). One in the kernel's hands is left to it."""
+        """For the end of the processes, until `deadline` (time.monotonic()), then for that of what belongs to the tier. A process in the
+        kernel's hands is left to it."""
         for child in {self._child, *self._dying} - {None}:
             if child is not None and not child.wait(deadline):
                 log.error("%s: process %d does not end", self.name, child.pid)
+        self.spec.close()
 
     # ---- jobs
 
@@ -447,7 +455,3 @@ class TierLink:
         if text != why or now - said > LOG_S:
             self._said = why, now
             log.warning("tier %s is not used: %s", self.name, why)
-
-
-def _nothing() -> None:
-    """In place of a callback."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import processes_of
+from mooncake_kv.common.demo import Report
+from mooncake_kv.common.demo.server import Answer
+from tests.conftest import processes_of, wait_for_end
 
 TIMEOUT_S = 600
 
@@ -24,18 +28,53 @@ def test_demo(runtime_dir: Path, tmp_path: Path) -> None:
     report = json.loads(file.read_text())
     assert report.keys() == {"model", "prompt_tokens", "runs"}
     assert 2500 < report["prompt_tokens"] < 3500
-    assert [run["name"] for run in report["runs"]] == ["cold", "reset", "new_engine"]
+    assert [run["name"] for run in report["runs"]] == ["cold", "reset", "new_engine", "ssd", "pool"]
     assert all(run.keys() == {"name", "ttft_s", "tokens_reused", "tier", "text"} for run in report["runs"])
-    cold, reset, new_engine = report["runs"]
+    cold, *loaded = report["runs"]
     assert (cold["tokens_reused"], cold["tier"]) == (0, "none")
-    for run in (reset, new_engine):
-        assert run["tier"] == "dram"
+    assert [run["tier"] for run in loaded] == ["dram", "dram", "ssd", "pool"]
+    for run in loaded:
         assert run["tokens_reused"] == report["prompt_tokens"] // 64 * 64
         assert run["ttft_s"] < cold["ttft_s"], "how much less is for the benchmarks"
-    assert reset["text"] == new_engine["text"]
-    assert "DRINK ME" in reset["text"]
+    assert len({run["text"] for run in loaded}) == 1
+    assert "DRINK ME" in loaded[0]["text"]
     assert not list(runtime_dir.glob("mooncake-kv-demo-*"))
     assert not processes_of(runtime_dir), "its engines and its node are gone"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_leaves_nothing(runtime_dir: Path, tmp_path: Path, sign: signal.Signals) -> None:
+    command = [str(Path(sys.executable).with_name("mooncake-kv")), "demo"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(runtime_dir)})
+        try:
+            deadline = time.monotonic() + 120
+            while not list(runtime_dir.glob("mooncake-kv-demo-*/mooncake-kv/demo/pool-master")):
+                assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+                time.sleep(0.05)
+            process.send_signal(sign)
+            assert process.wait(60) != 0
+        finally:
+            process.kill()
+            process.wait(10)
+    assert not list(runtime_dir.glob("mooncake-kv-demo-*"))
+    assert not wait_for_end(processes_of(runtime_dir), 5)
+
+
+def test_without_mooncake_the_row_says_why() -> None:
+    answer = Answer(ttft_s=1.0, prompt_tokens=100, tokens_reused=64, sources={"dram": 64}, text="t")
+    rows = {"reset": [answer] * 3, "new_engine": [answer] * 3}
+    report = Report(model="m", local=[answer] * 3, answers=rows, left_out={"pool": "Mooncake is not installed"})
+    assert report.correct and report.to_json()["left_out"] == {"pool": "Mooncake is not installed"}
+
+
+def test_a_row_from_another_tier_than_it_says_is_a_mistake() -> None:
+    local = Answer(ttft_s=1.0, prompt_tokens=100, tokens_reused=64, sources={"engine": 64}, text="t")
+    for sources, text in (({"dram": 64}, "t"), ({"ssd": 32, "dram": 32}, "t"), ({}, "t"), ({"ssd": 64}, "u")):
+        answer = Answer(ttft_s=1.0, prompt_tokens=100, tokens_reused=64, sources=sources, text=text)
+        report = Report(model="m", local=[local] * 3, answers={"ssd": [answer] * 3})
+        assert len(report.mistakes) == 3, sources
 
 
 def test_a_model_that_is_not_there(runtime_dir: Path) -> None:

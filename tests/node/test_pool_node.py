@@ -63,6 +63,33 @@ def test_an_embedded_master_ends_with_its_node(runtime_dir: Path) -> None:
         assert wait_for_end(family, 8) == []
 
 
+@pytest.mark.parametrize("moment", ["starting", "up"])
+def test_a_node_that_stops_takes_its_keeper_and_master_along(runtime_dir: Path, moment: str) -> None:
+    """Before it ends itself, so that whoever waits for the node may remove its folder or start the next one."""
+    with running_node("--dram-size", "1mb", *POOL, "--master-server-address", "embedded") as node:
+        process = psutil.Process(node.process.pid)
+        if moment == "up":
+            connect(node)
+        assert wait_for(lambda: any("pool.keeper" in " ".join(child.cmdline()) for child in process.children()), 10)
+        family = process.children(recursive=True)
+        begin = time.monotonic()
+        assert "has left" in node.end()
+        assert time.monotonic() - begin < 8
+        # A master that was not ready yet is killed by the kernel, in its own time.
+        assert wait_for_end(family, 0 if moment == "up" else 1) == []
+
+
+def test_a_node_started_while_another_one_unmounts_waits_for_it(runtime_dir: Path) -> None:
+    arguments = ("--dram-size", "1mb", *POOL, "--master-server-address", "embedded")
+    with running_node(*arguments) as first:
+        connect(first)
+        first.process.terminate()
+        assert wait_for(lambda: not first.paths.socket.exists(), 5)
+        with running_node(*arguments) as second:
+            assert first.process.wait(5) == 0
+            connect(second)
+
+
 def test_a_frozen_master_makes_lookups_miss_soon(runtime_dir: Path, master: Master) -> None:
     with running_node("--dram-size", "1mb", *POOL, "--master-server-address", master.address) as node:
         client = connect(node)

@@ -72,7 +72,7 @@ class Keeper:
         self._after = 0.0
         self._pause_s = BACK_OFF_S
         self._last = TierDown("the pool's keeper has not been started")
-        self._closed = False
+        self._closed = threading.Event()
 
     @property
     def pid(self) -> int:
@@ -84,7 +84,7 @@ class Keeper:
         """Starts the keeper unless it runs. Returns the settings for `open_tier`. Raises ConfigError (what is configured cannot work) or
         TierDown (not now)."""
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 raise TierDown("the pool's keeper is closed")
             if self._process is not None and self._process.poll() is None:
                 return self._tier_settings
@@ -114,15 +114,21 @@ class Keeper:
             raise self._last
 
     def close(self) -> None:
-        """Unmounts the segment and ends the embedded master."""
+        """Unmounts the segment and ends the embedded master, within CLOSE_S and a moment. An `ensure` under way fails at once."""
+        self._closed.set()
+        starting = self._socket
+        if starting is not None:
+            with suppress(OSError):  # it is closed already
+                starting.shutdown(socket.SHUT_RDWR)
         with self._lock:
-            self._closed = True
             self._end(CLOSE_S)
 
     def _launch(self) -> _Ready:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._socket = ours
+            if self._closed.is_set():
+                return _Ready(error="the pool's keeper is closed", kind="down")
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mooncake_kv.common.tiers.pool.keeper", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
@@ -134,8 +140,12 @@ class Keeper:
             data = ours.recv(_MAX_MESSAGE)
         except TimeoutError:
             return _Ready(error=f"the pool's keeper is not ready after {START_S:.0f} s", kind="down")
+        if not data and self._closed.is_set():
+            return _Ready(error="the pool's keeper is closed", kind="down")
         if not data:
-            return _Ready(error=f"the pool's keeper ended while it started (exit code {self._process.wait(CLOSE_S)})", kind="down")
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSE_S)
+            return _Ready(error=f"the pool's keeper ended while it started (exit code {self._process.poll()})", kind="down")
         return msgspec.msgpack.decode(data, type=_Ready)
 
     def _end(self, timeout_s: float) -> None:
