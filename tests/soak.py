@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,11 +55,12 @@ ROUND_S = 25.0
 STUCK_S = 20.0
 # The longest back-off of a tier's breaker, and its start.
 HEAL_S = 60.0
-# A page has 132 KiB: memory and disk hold a part of the prompts, so that pages come from all tiers.
+# A page has 132 KiB. Memory holds one round's pages, their references (46 MiB) and the engine's free slots. Pages come from all tiers because
+# faults empty the memory and take the disk away.
 SETTINGS: dict[str, Any] = {
-    "dram_size": "32mb",
-    "extent_size": "8mb",
-    "ssd_size": "40mb",
+    "dram_size": "128mb",
+    "extent_size": "16mb",
+    "ssd_size": "64mb",
     "global_segment_size": "128mb",
     "local_hostname": "127.0.0.1",
     "write_policy": "all",
@@ -265,6 +267,10 @@ class Soak:
         found["wrong_answers"] += sum(r.output != self._right[r.id.partition("/")[0]] for r in results)
         now = {process.pid for process in self._engine.processes()}
         found["engine_restarts"] += not self._engine_processes <= now
+        for name, value in self._engine.metrics().items():
+            if "mooncake_kv_loaded_tokens_total" in name:
+                tier = name.partition('tier="')[2].partition('"')[0]
+                self.tokens[tier] = max(self.tokens[tier], int(value))
 
     def _heal(self) -> None:
         """Wait until the engine's two halves are back at a node whose tiers work."""
@@ -288,10 +294,6 @@ class Soak:
         self.found["pages_missing"] += judged.missing
         self.found["wrong_pages"] += judged.different + (judged.worst > MAX_ERROR)
         self.found["worst_error"] = max(self.found["worst_error"], judged.worst)
-        for name, value in self._engine.metrics().items():
-            if "mooncake_kv_loaded_tokens_total" in name:
-                tier = name.partition('tier="')[2].partition('"')[0]
-                self.tokens[tier] = max(self.tokens[tier], int(value))
 
 
 def soak(minutes: float, seed: int, console: Console) -> dict[str, Any]:
@@ -322,8 +324,8 @@ def soak(minutes: float, seed: int, console: Console) -> dict[str, Any]:
                     what = "stuck_requests" if isinstance(error, TimeoutError) else "engine_restarts"
                     run.found[what] += 1
                     report["error"] = str(error)[:2000]
-                except AssertionError as error:
-                    report["error"] = str(error)[:2000]
+                except AssertionError:
+                    report["error"] = traceback.format_exc()[-2000:]
                 report |= run.found
                 report |= {"plain_ttft_s": round(run.cold_s, 3), "loaded_tokens": dict(run.tokens)}
                 report |= {
