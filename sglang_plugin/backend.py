@@ -23,6 +23,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from ..common import kv_views
 from ..common.config import CacheConfig, load_config
 from ..common.errors import ConfigError, UnsupportedError
+from ..common.identity import trailer_key
 from ..common.kv_copy import BoundView
 from ..common.node.client import NodeClient
 from ..common.node.memory import auto_size
@@ -89,7 +90,7 @@ class MooncakeHiCache(HiCacheStorage):
     def _attach(self, pool: Any) -> None:
         config = self.config = _with_staging_size(self.config)
         namespace = namespace_of(pool, self._storage_config, config)
-        self._layout = PageLayout(namespace)
+        self._layout = PageLayout(namespace, trailer_key(config.pool_secret))
         self._rank = rank_of(pool, self._storage_config, namespace)
         view = self._bind(pool.kv_buffer, self._threads())
         digest = namespace.digest(config.pool_secret)

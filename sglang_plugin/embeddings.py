@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.embedding_store import EmbeddingStore
 
 from ..common.config import load_config
 from ..common.errors import UnsupportedError
-from ..common.identity import ITEM_BYTES, KVNamespace
+from ..common.identity import ITEM_BYTES, KVNamespace, trailer_key
 from ..common.node.client import NodeClient
 from ..common.node.protocol import Rectangle
 from ..common.page import PageLayout
@@ -50,7 +50,7 @@ class MooncakeEmbeddings(EmbeddingStore):
         namespace = self._namespace(str(tensor.dtype).removeprefix("torch."))
         if self._store is not None:
             return  # its pools have one dtype
-        layout = PageLayout(namespace)
+        layout = PageLayout(namespace, trailer_key(self.config.pool_secret))
         self._client = NodeClient(self.config, namespace, engine=f"sglang-encoder-{uuid.uuid4().hex}", role="worker")
         self._client.start()
         if not self._client.wait_ready(NODE_START_S):

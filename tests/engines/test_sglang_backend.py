@@ -138,6 +138,16 @@ def test_the_older_calls_move_the_same_bytes(attach: Any, layout: str) -> None:
     assert same(pool, 4, reader, 3)
 
 
+def test_pages_under_a_pool_secret(attach: Any) -> None:
+    pool, other = host_pool(seed=1), host_pool()
+    writer, reader = (attach(p, storage_config({"pool_secret": "s3cret"}, dp_rank=i)) for i, p in enumerate((pool, other)))
+    assert writer.batch_set_v1(KEYS[:2], indices(0, 1)) == [True, True]
+    until(lambda: reader.batch_exists(KEYS[:2]) == 2)
+    assert reader.batch_get_v1(KEYS[:2], indices(0, 1)) == [True, True]
+    assert same(pool, 1, other, 1)
+    assert attach(host_pool(), storage_config({"pool_secret": "another"}, dp_rank=2)).batch_exists(KEYS[:2]) == 0
+
+
 def test_ranks_of_one_engine_write_a_page_together(attach: Any) -> None:
     pools = [host_pool("page_first", 1, seed=rank) for rank in range(2)]
     ranks = [attach(pool, storage_config(tp_rank=i, tp_size=2)) for i, pool in enumerate(pools)]

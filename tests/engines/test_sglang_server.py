@@ -33,8 +33,13 @@ class Api:
         self.server = server
 
     def attach(self, backend: str, extra: dict[str, Any]) -> tuple[int, str]:
+        """SGLang refuses while anything is under way: asked again until it does not."""
         body = {"hicache_storage_backend": backend, "hicache_storage_backend_extra_config_json": json.dumps(extra)}
-        return self.server.send("PUT", "/hicache/storage-backend", body, KEY)
+        deadline = time.monotonic() + 15
+        while "not idle" in (answer := self.server.send("PUT", "/hicache/storage-backend", body, KEY))[1]:
+            assert time.monotonic() < deadline, answer
+            time.sleep(0.1)
+        return answer
 
     def detach(self) -> None:
         """SGLang refuses while anything is under way."""
