@@ -55,8 +55,8 @@ ROUND_S = 25.0
 STUCK_S = 20.0
 # The longest back-off of a tier's breaker, and its start.
 HEAL_S = 60.0
-# A page has 132 KiB. Memory holds one round's pages, their references (46 MiB) and the engine's free slots. Pages come from all tiers because
-# faults empty the memory and take the disk away.
+# A page has 132 KiB. Memory holds one round's pages, their references (46 MiB) and the engine's free slots. Pages come from all tiers
+# because faults empty the memory and take the disk away.
 SETTINGS: dict[str, Any] = {
     "dram_size": "128mb",
     "extent_size": "16mb",
