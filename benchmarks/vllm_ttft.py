@@ -10,9 +10,10 @@ engines changes from round to round. Token ids are random: they change no timing
 
 Parts:
 - `ttft`: sessions of fresh engine processes. In each, rounds of: a prompt that nobody has seen (cold), the same prefix again (local), and
-  again after a reset of the engine's prefix cache (warm). A session is one pair of processes for the cold ratio: its value is the median
-  over its rounds of log(ours / plain), measured next to each other; the interval is Student's t over the sessions. The time inside our
-  connector's calls (all of them, scheduler and worker, and those of the tiny request that collects the last reports) is compared with TTFT.
+  again after a reset of the engine's prefix cache (warm). The time inside our connector's calls (all of them, scheduler and worker, and
+  those of the tiny request that collects the last reports) is compared with TTFT.
+- `cold`: sessions of two fresh processes, plain and ours, that take turns with prompts nobody has seen. A session's value is the median
+  of log(ours / plain) of neighbours; the interval is Student's t over the sessions.
 - `fresh`: prefixes stored by one engine process, each read once by another, ours from the node, in-tree from a standalone store client.
 - `gap`: a request decodes, and 3,007 tokens arrive: the largest time between two of its tokens until the newcomer has its first.
 - `queue`: a request decodes while 200 others wait. With ours they wait for staging: the node is stopped (SIGSTOP) while they are added, and
@@ -63,7 +64,7 @@ TAILS = (63, 20)
 QUEUED, QUEUED_LOCAL, QUEUED_NEW = 200, 1920, 192
 DECODER_TOKENS = 40  # less than a page: it asks the node for nothing
 QUEUE_TIMEOUT_MS = 120_000
-PARTS = ("ttft", "fresh", "gap", "queue")
+PARTS = ("ttft", "cold", "fresh", "gap", "queue")
 
 
 @dataclass
@@ -72,6 +73,7 @@ class Size:
 
     sessions: int = 4
     rounds: int = 3
+    cold_rounds: int = 16
     fresh_prefixes: int = 5
     gap_rounds: int = 5
     queue_rounds: int = 3
@@ -128,12 +130,10 @@ class Benchmark:
     def session(self, number: int) -> None:
         with ExitStack() as stack:
             engines = self._engines(stack, f"session{number}")
-            ratios: list[float] = []
             for repetition in range(self.size.rounds):
                 for tail in TAILS:
                     self.step(f"session {number + 1}, round {repetition + 1}, {PREFIX + tail} tokens")
-                    ratios.append(self._round(engines, tail))
-            self.samples.cold_log_ratios.append(ratios)
+                    self._round(engines, tail)
             self.setups.wait_idle()
             self._scatter()
         self.setups.end_nodes()
@@ -154,8 +154,8 @@ class Benchmark:
         self.samples.engine = engines[PLAIN].call("benchmarks.vllm_inside:facts")
         return engines
 
-    def _round(self, engines: dict[str, Engine], tail: int) -> float:
-        """Cold, local and warm on each engine; returns log(ours / plain) of cold."""
+    def _round(self, engines: dict[str, Engine], tail: int) -> None:
+        """Cold, local and warm on each engine."""
         prefix, tokens = self.ids(PREFIX), PREFIX + tail
         for case in ("cold", "local", "warm"):
             prompt = prefix + self.ids(tail)
@@ -173,7 +173,6 @@ class Benchmark:
                 if counting:
                     self.setups.settle(engine)
                     self._count(before, engine.metrics(), case, tokens, ttft)
-        return math.log(self.samples.ttft[OURS, "cold", tokens][-1] / self.samples.ttft[PLAIN, "cold", tokens][-1])
 
     def _count(self, before: dict[str, float], after: dict[str, float], case: str, tokens: int, ttft: float) -> None:
         new = {name: value - before.get(name, 0.0) for name, value in after.items()}
@@ -222,6 +221,28 @@ class Benchmark:
                 bound.close()
         finally:
             os.sched_setaffinity(0, allowed)
+
+    # ---- cold --------------------------------------------------------------------------------------------------------------------
+
+    def cold(self) -> None:
+        for number in range(self.size.sessions):
+            with ExitStack() as stack:
+                engines: dict[str, Engine] = {}
+                for name, start in ((PLAIN, self.setups.plain()), (OURS, self.setups.ours(f"cold{number}"))):
+                    self.step(f"starting vLLM: {name}")
+                    engines[name] = stack.enter_context(start)
+                    self.warm_up(engines[name])
+                ratios = []
+                for repetition in range(self.size.cold_rounds):
+                    self.step(f"cold, session {number + 1}, round {repetition + 1}")
+                    prompt = self.ids(PREFIX + TAILS[repetition % len(TAILS)])
+                    ttft = {}
+                    for name, engine in self.order(engines):
+                        self.setups.settle(engine)
+                        ttft[name] = reused(engine, engine.generate(prompt, 1), 0, f"{name}, cold")
+                    ratios.append(math.log(ttft[OURS] / ttft[PLAIN]))
+                self.samples.cold_log_ratios.append(ratios)
+            self.setups.end_nodes()
 
     # ---- fresh -------------------------------------------------------------------------------------------------------------------
 
@@ -352,6 +373,7 @@ def run(setups: Setups, size: Size, parts: Sequence[str], console: Console) -> S
     with Progress(*columns, console=console, transient=True) as progress:
         steps = {
             "ttft": size.sessions * (6 + size.rounds * len(TAILS)),
+            "cold": size.sessions * (2 + size.cold_rounds),
             "fresh": 4 + size.fresh_prefixes * len(TAILS) * 3,
             "gap": 6 + size.gap_rounds,
             "queue": 2 + size.queue_rounds * 4,
@@ -382,7 +404,7 @@ def main(
     """Measure, print a table, and compare with the limits. Exit code 1 if one is missed and it was no smoke test."""
     if unknown := set(only or ()) - set(PARTS):
         raise typer.BadParameter(f"{', '.join(unknown)}: the parts are {', '.join(PARTS)}")
-    size = Size(1, 1, 1, 1, 1) if quick else Size(sessions, repetitions)
+    size = Size(1, 1, 2, 1, 1, 1) if quick else Size(sessions, repetitions)
     console = Console()
     if not console.is_terminal:
         console.width = 140  # a log file takes whole rows
