@@ -280,7 +280,9 @@ class Soak:
             with suppress(NodeUnavailable), NodeTool(node_paths("default"), version="test") as tool:
                 stats = tool.stats()
                 why = {name: (tier.get("state"), tier.get("reason")) for name, tier in stats["tiers"].items()}, stats["clients"]
-                if stats["clients"] == 2 and all(tier.get("state", "up") == "up" for tier in stats["tiers"].values()):
+                up = all(tier.get("state", "up") == "up" for tier in stats["tiers"].values())
+                # Without granted slots nothing is saved.
+                if stats["clients"] == 2 and stats["granted_slots"] and up:
                     return
             time.sleep(0.2)
         raise AssertionError(f"not all is well {HEAL_S:g} s after the last fault: {why}")
