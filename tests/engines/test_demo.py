@@ -47,7 +47,14 @@ def test_demo(runtime_dir: Path, tmp_path: Path) -> None:
 def test_interrupted_it_leaves_nothing(runtime_dir: Path, tmp_path: Path, sign: signal.Signals) -> None:
     command = [str(Path(sys.executable).with_name("mooncake-kv")), "demo"]
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(runtime_dir)})
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "TMPDIR": str(runtime_dir)},
+            # A shell's background jobs ignore Ctrl-C, and so would this one if the tests are one.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         try:
             deadline = time.monotonic() + 120
             while not list(runtime_dir.glob("mooncake-kv-demo-*/mooncake-kv/demo/pool-master")):
