@@ -141,6 +141,7 @@ def measure(pages: int, rounds: int, layout: str, folder: Path) -> dict[str, Any
         "rounds": rounds,
         "seconds": medians,
         "gb_per_s": {what: pages * page_bytes / 1e9 / s for what, s in medians.items() if "exists" not in what},
+        "get_over_memcpy": {name: medians[f"{name} get"] / copied for name in (OURS, IN_TREE)},
         "set_then_get_of_memcpy": {name: 2 * copied / (medians[f"{name} set"] + medians[f"{name} get"]) for name in (OURS, IN_TREE)},
     }
 
@@ -180,6 +181,7 @@ def main() -> None:
     for what in ("set", "get"):
         table.add_row(f"{what}, GB/s", *(f"{result['gb_per_s'][f'{name} {what}']:.2f}" for name in (OURS, IN_TREE)))
     table.add_row("exists, ms", *(f"{1e3 * result['seconds'][f'{name} exists']:.2f}" for name in (OURS, IN_TREE)))
+    table.add_row("get, times as long as memcpy", *(f"{result['get_over_memcpy'][name]:.2f}" for name in (OURS, IN_TREE)))
     table.add_row("set then get, of memcpy", *(f"{result['set_then_get_of_memcpy'][name]:.2f}" for name in (OURS, IN_TREE)))
     console = Console()
     console.print(table)

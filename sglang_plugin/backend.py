@@ -39,6 +39,7 @@ logger = logging.getLogger("mooncake_kv.sglang")
 SGLANG_KEYS = frozenset({"allocator", "backend_name", "class_name", "file_storage_path", "interface_v1", "module_path"})
 # How long an engine's start waits for the node; without it the engine starts all the same and the cache joins later.
 NODE_START_S = 15.0
+# A request waits for a load, and a few milliseconds on several cores disturb less than many on one.
 MAX_COPY_THREADS = 4
 # SGLang's host pool is a cache in memory already. With something slower behind the node, its own memory is a place to pass through.
 STAGING_BYTES = 4 << 30
@@ -128,7 +129,7 @@ class MooncakeHiCache(HiCacheStorage):
 
     def _threads(self) -> int:
         ranks = self._storage_config.tp_size * self._storage_config.pp_size
-        return max(1, min(MAX_COPY_THREADS, len(os.sched_getaffinity(0)) // (4 * ranks)))
+        return max(1, min(MAX_COPY_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
     def _verifies(self) -> bool:
         wish = self.config.verify_on_load
