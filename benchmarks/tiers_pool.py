@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from core_node import namespace
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from mooncake_kv.common.config import load_config
-from mooncake_kv.common.identity import KVNamespace
 from mooncake_kv.common.page import TRAILER_BYTES, PageLayout
 from mooncake_kv.common.tiers.pool import open_tier
 from mooncake_kv.common.tiers.pool.keeper import Keeper
@@ -40,19 +40,6 @@ LOOKUP_TARGET_MS = 1.0
 SHAPES = {"smollm2": (30, 3, 64, 64), "llama 70B": (80, 8, 128, 64), "tiny": (4, 4, 32, 64)}
 
 
-def namespace(shape: str) -> KVNamespace:
-    layers, heads, dim, tokens = SHAPES[shape]
-    return KVNamespace.build(
-        model=sha256(shape.encode()).hexdigest(),
-        kv_dtype="bfloat16",
-        num_layers=layers,
-        num_kv_heads=heads,
-        k_head_dim=dim,
-        v_head_dim=dim,
-        page_tokens=tokens,
-    )
-
-
 class Bench:
     """One shape: the tier and Mooncake's client below it, on the same memory."""
 
@@ -60,7 +47,7 @@ class Bench:
         self.tier = tier
         self.raw = tier._client._store
         self.config = tier._client._config
-        space = namespace(shape)
+        space = namespace(shape, *SHAPES[shape])
         self.digest = space.digest()
         self.layout = PageLayout(space)
         tier.add_space(self.digest, self.layout)

@@ -193,7 +193,7 @@ class SsdTier:
     def close(self) -> None:
         self._closing = True
         self._wake.set()
-        self._keeper.join()
+        self._keeper.join(1.0)  # a daemon: one that sits in a call to a dead disk ends with the process
 
     # ---- files
 

@@ -67,7 +67,6 @@ class _Request:
 @dataclass(slots=True, eq=False)
 class _PendingSave:
     op: int
-    step: int
     generation: int
     request: _Request
     first_page: int
@@ -442,7 +441,6 @@ class SchedulerHalf:
             self._steps[self._plan.step].saves.append(
                 _PendingSave(
                     op=self._next_op,
-                    step=self._plan.step,
                     generation=granted.generation,
                     request=request,
                     first_page=first,

@@ -156,7 +156,8 @@ class Keeper:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout_s)
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # one that the kernel does I/O for outlives its SIGKILL
+                self._process.wait(1.0)
             self._process = None
 
 
