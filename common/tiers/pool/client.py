@@ -1,8 +1,8 @@
 """Mooncake's store client, made safe to call.
 
 Promises:
-- No call before a setup that has succeeded and been probed, after `close`, or while `close` runs: each is a SIGSEGV. `close` waits for
-  calls to end and gives the native client up where they do not.
+- No call before a setup that has succeeded and been probed, or after `close`, which waits for calls to end. The native client is never
+  closed: calls during and after that are a SIGSEGV, and it takes seconds. The process ends without its destructor (os._exit).
 - Every result is a code of this process's own table; a master that is dead or frozen (-900, -901) raises TierDown from every call. After
   that the next call first asks by a plain connection: Mooncake's own needs 4.3 s to find a dead master dead.
 - Every call frees the GIL and may be made by any thread.
@@ -70,7 +70,7 @@ class PoolClient:
         code = store.setup(
             settings.hostname,
             settings.metadata,
-            segment_bytes,
+            0,
             settings.buffer_bytes,
             settings.protocol,
             settings.device,
@@ -81,9 +81,17 @@ class PoolClient:
             _abandoned.append(store)
             raise TierDown(
                 f"Mooncake's client does not start (code {code} after {time.monotonic() - begin:.1f} s): master {self._master}, "
-                f"protocol {settings.protocol}, hostname {settings.hostname}, segment of {segment_bytes} bytes"
+                f"protocol {settings.protocol}, hostname {settings.hostname}"
             )
         self._store: Any = store
+        self._segments: list[str] = []
+        if segment_bytes:
+            # Not by setup: a segment of that can only be taken away by the client's close, which first waits 1 to 5 s for its own threads.
+            mounted = store.allocate_and_mount_segment(segment_bytes, settings.protocol)
+            self._segments = list(mounted.get("segment_ids", ()))
+            if mounted["ret"] != 0 or mounted.get("allocated_size") != segment_bytes:
+                _abandoned.append(store)
+                raise TierDown(f"Mooncake does not take a segment of {segment_bytes} bytes (global_segment_size): {mounted}")
         self._open = True
         wheel.silence()
 
@@ -191,20 +199,20 @@ class PoolClient:
     # ---- end ----------------------------------------------------------------------------------------------------------------------
 
     def retire(self) -> None:
-        """No call from now on. A client without a segment has nothing to unmount, and closing it would take a second."""
+        """No call from now on. A client without a segment has nothing to unmount."""
         with self._lock:
             self._open = False
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Whether the native client has been closed: not where a call does not end in time. May be called twice."""
+        """Whether calls have ended in time, and the segments were unmounted: 1 ms. The native client is left to the end of the process. May
+        be called twice."""
         with self._lock:
             if not self._open:
                 return True
             self._open = False
             if not self._lock.wait_for(lambda: self._calls == 0, timeout_s):
                 return False
-        self._store.close()
-        return True
+        return not self._segments or self._store.unmount_and_free_segment(self._segments) == 0
 
     @contextmanager
     def _use(self) -> Iterator[None]:

@@ -31,8 +31,8 @@ from ..base import TierDown
 
 START_S = 8.0
 CLOSE_S = 5.0
-# Takes 2.0 s with a segment.
-UNMOUNT_S = 3.5
+# Takes a millisecond where the master answers.
+UNMOUNT_S = 1.0
 # A keeper that cannot start is not tried again at once.
 BACK_OFF_S = 1.0
 BACK_OFF_MAX_S = 30.0
@@ -192,7 +192,7 @@ def _serve(sock: socket.socket) -> None:
         with suppress(OSError):
             sock.send(msgspec.msgpack.encode(_Ready(error=str(error), kind=kind)))
     finally:
-        # First the segment: unmounting needs the master, and blocks for 16 s where that is gone.
+        # First the segment: unmounting needs the master, and blocks for many seconds where that is gone.
         if client is not None and (master is None or master.alive()):
             closing = threading.Thread(target=client.close, daemon=True)
             closing.start()
