@@ -1,8 +1,8 @@
 """What a slow tier (SSD, pool) does. It lives in a process of its own, because native calls may crash or hang.
 
 Promises to whoever writes a tier: calls come from several threads at once, only for namespaces that `add_space` has announced, and with
-slots that nobody else writes to until the call returns. What `read` has brought is checked by the caller before anybody sees it. Slots lie
-in memory that `add_memory` has announced, until `drop_memory`.
+slots that nobody else writes to until the call returns. What `read` has brought is checked by the caller before anybody sees it, unless the
+tier does that. Slots lie in memory that `add_memory` has announced, until `drop_memory`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TierDown(Exception):
 
 
 class Tier(Protocol):
-    """`add_memory`, `drop_memory` and `touch` need not be there. Any call may raise TierDown. Page hashes have 32 bytes, digests 32 hex
+    """`add_memory`, `drop_memory`, `touch` and `checks` need not be there. Any call may raise TierDown. Page hashes have 32 bytes, digests 32 hex
     digits; slots are uint8 [layout.slot_bytes]."""
 
     name: str
@@ -62,6 +62,12 @@ class RegistersMemory(Protocol):
 
     def drop_memory(self, address: int) -> None:
         """No slot lies there any more; the bytes are about to be unmapped."""
+
+
+class Checks(Protocol):
+    """A tier whose `read` counts only pages that it has checked as PageLayout.verify does; it knows `bad` by itself, then."""
+
+    checks: bool
 
 
 class NoticesUse(Protocol):
