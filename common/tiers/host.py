@@ -26,7 +26,7 @@ from ..node import child_side
 from ..node.child_side import Extents, Map, Space, Unmap
 from ..node.protocol import unpack_hashes
 from ..page import PageLayout
-from .base import NoticesUse, RegistersMemory, Stats, Tier, TierDown, open_tier
+from .base import NoticesUse, RegistersMemory, Stats, Tier, TierDown, open_tier, with_low_priority
 from .messages import Open, Opened, Report, Result, TierJob, Touch, decode_to_tier
 
 READ_NICE = 10
@@ -134,7 +134,8 @@ class Host:
 
     def _open(self, message: Open) -> None:
         try:
-            self._tier = open_tier(message.tier, message.settings)
+            # Mooncake's threads move bytes, too.
+            self._tier = with_low_priority(lambda: open_tier(message.tier, message.settings), READ_NICE)
         except (TierDown, ConfigError) as down:
             child_side.send(self._sock, Opened(str(down)))
             return

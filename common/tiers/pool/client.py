@@ -33,7 +33,9 @@ EXISTS = -705
 LEASE_LOST = frozenset({-706, -707})
 FULL = frozenset({-101, -200, -1700})
 TRANSFER_FAILED = -800
-_MASTER_AWAY = frozenset({-900, -901})
+AWAY = -900
+_MASTER_AWAY = frozenset({AWAY, -901})
+RECONNECT_S = 0.1
 CLOSE_S = 2.0
 _PROBE_BYTES = 64
 
@@ -131,8 +133,11 @@ class PoolClient:
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Grants a lease to those that exist."""
-        with self._use():
-            codes = self._checked(self._store.batch_is_exist(list(keys)))
+        with self._use() as until:
+            codes = self._store.batch_is_exist(list(keys))
+            while AWAY in codes and time.monotonic() < until:
+                codes = self._store.batch_is_exist(list(keys))
+            codes = self._checked(codes)
         return [code == 1 for code in codes]
 
     def replicas(self, keys: Sequence[str]) -> list[Replicas | None]:
@@ -215,7 +220,9 @@ class PoolClient:
         return not self._segments or self._store.unmount_and_free_segment(self._segments) == 0
 
     @contextmanager
-    def _use(self) -> Iterator[None]:
+    def _use(self) -> Iterator[float]:
+        """Gives until when a call that fails is worth trying again: each connection to a master that has been away fails once."""
+        until = 0.0
         with self._lock:
             if not self._open:
                 raise TierDown("Mooncake's client is closed")
@@ -224,7 +231,8 @@ class PoolClient:
             if self._away:
                 check_master(self._master, self._source)
                 self._away = False
-            yield
+                until = time.monotonic() + RECONNECT_S
+            yield until
         finally:
             with self._lock:
                 self._calls -= 1

@@ -27,12 +27,13 @@ import msgspec
 
 from ...config import EMBEDDED, POOL_KEYS
 from ...errors import ConfigError
-from ..base import TierDown
+from ..base import TierDown, with_low_priority
 
 START_S = 8.0
 CLOSE_S = 5.0
 # Takes a millisecond where the master answers.
 UNMOUNT_S = 1.0
+NICE = 10
 # A keeper that cannot start is not tried again at once.
 BACK_OFF_S = 1.0
 BACK_OFF_MAX_S = 30.0
@@ -184,7 +185,8 @@ def _serve(sock: socket.socket) -> None:
             master.start()
             checked.master = master.address
         if checked.segment_bytes:
-            client = PoolClient(checked, checked.segment_bytes)
+            # Its threads copy for others; the master, whom lookups wait for, keeps its priority.
+            client = with_low_priority(lambda: PoolClient(checked, checked.segment_bytes), NICE)
         sock.send(msgspec.msgpack.encode(_Ready(master=checked.master, segment=client.endpoint if client else "")))
         _watch(sock, master)
     except (ConfigError, TierDown) as error:
