@@ -76,9 +76,7 @@ class Stand:
         slowest = max(r.ttft_s or 99.0 for r in results)
         hits = sum(bool(r.cached) for r in results)
         state = self.tier()["state"]
-        print(
-            f"\n{len(results)} requests, {hits} with hits, plain prefill {self.plain_s:.3f} s, slowest {slowest:.3f} s; pool {tier['state']}"
-        )
+        print(f"\n{len(results)} requests, {hits} with hits, plain prefill {self.plain_s:.3f} s, slowest {slowest:.3f} s; pool {state}")
         for result in results:
             assert result.output == self.right[result.id.partition("/")[0]], result
         assert slowest < FETCH_DEADLINE_S + self.plain_s + BUSY_S
