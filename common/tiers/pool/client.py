@@ -25,7 +25,7 @@ import numpy as np
 
 from ..base import TierDown
 from . import wheel
-from .checks import PoolSettings, check_master
+from .checks import PoolSettings, check_master, check_metadata_server
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class PoolClient:
         self._source = settings.sources.get("master_server_address", "default")
         self._master = settings.master
         check_master(self._master, self._source)
+        check_metadata_server(settings)
         module = wheel.load()
         self._module = module
         self._complete = module.ReplicaStatus.COMPLETE
