@@ -28,7 +28,7 @@ import numpy as np
 from ...page import TRAILER_BYTES, PageLayout
 from ..base import TierDown
 from . import wheel
-from .checks import PoolSettings
+from .checks import P2P, PoolSettings
 from .client import EXISTS, FULL, LEASE_LOST, TRANSFER_FAILED, PoolClient, Replicas
 from .owners import Owners
 
@@ -79,7 +79,8 @@ class PoolTier:
             self._client.retire()
             raise
         folder = settings.get("folder")
-        self._owners = Owners(Path(folder) / OWNERS_FILE if folder else None)
+        # With a metadata server the endpoints are names in that, and nothing to connect to.
+        self._owners = Owners(Path(folder) / OWNERS_FILE if folder else None, asks=self._settings.metadata == P2P)
         policy = self._settings.write_policy
         self._writes = _WRITES.get(policy)
         self._layouts: dict[str, PageLayout] = {}
