@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-FOLDERS = ("common", "connectors", "vllm_plugin", "sglang_plugin")
+FOLDERS = ("common", "connectors", "vllm_plugin", "sglang_plugin", "lmdeploy_plugin")
 PACKAGES = [f"mooncake_kv.{name}" for folder in FOLDERS for name in (folder, *(f"{folder}.{sub}" for sub in find_packages(folder)))]
 VLLM = "vllm>=0.32,<0.33"
 MOONCAKE = "0.3.13.post1"

@@ -1,0 +1,5 @@
+"""LMDeploy plugin."""
+
+from __future__ import annotations
+
+CONNECTOR = "mooncake"
