@@ -12,7 +12,7 @@ import pickle
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,19 @@ LAYERS, HEADS, DIM, RANKS, BLOCKS = 2, 2, 32, 2, 4096
 SPACE = KVNamespace.build(model="m", kv_dtype="bfloat16", num_layers=LAYERS, num_kv_heads=HEADS, k_head_dim=DIM, v_head_dim=DIM)
 SETTINGS = {"dram_size": "64mb", "extent_size": "16mb", "fetch_timeout_ms": 10000}
 DEADLINE_S = 60.0
+
+
+class Work(NamedTuple):
+    """Tokens [first, last) of a sequence that a step computes, in these blocks. `final`: a token is sampled after it."""
+
+    sequence: Any
+    first: int
+    last: int
+    table: list[int]
+    final: bool
+
+
+Step = tuple[list[Any], Any, list[Work]]
 
 
 class Rank:
@@ -135,31 +148,33 @@ class Rig:
 
     # ---- steps -------------------------------------------------------------------------------------------------------------------
 
-    def plan(self, decode: bool = False) -> tuple[list[Any], Any, list[tuple[Any, int, int, list[int]]]]:
-        """(sequences, connector metadata, what to compute: (sequence, first, last, block table)) of one step."""
+    def plan(self, decode: bool = False) -> Step:
+        """(sequences, connector metadata, what to compute) of one step."""
         if decode:
             batch = [s for s in self.running if s.status == MessageStatus.RUNNING]
             assert not batch or all(self.scheduler.schedule_running(batch))
             lens: tuple[int, ...] = ()
-            spans = [(s, s.num_all_ids - 1, s.num_all_ids) for s in batch]
+            work = [Work(s, s.num_all_ids - 1, s.num_all_ids, self.table(s), True) for s in batch]
         else:
             batch = self.scheduler.schedule(is_prefill=True).running
-            ends = [min(s.num_all_ids, s.kv_token_limit or s.num_all_ids) for s in batch]
-            lens = tuple(ends)
-            spans = [(s, s.num_history_ids, end) for s, end in zip(batch, ends, strict=True)]
+            lens = tuple(min(s.num_all_ids, s.kv_token_limit or s.num_all_ids) for s in batch)
+            work = [Work(s, s.num_history_ids, n, self.table(s), n == s.num_all_ids) for s, n in zip(batch, lens, strict=True)]
         metadata = self.scheduler.build_connector_meta(batch, connector_token_lens=lens)
-        work = [(s, first, last, self.table(s)) for s, first, last in spans]
         self.scheduler.activate_seqs(batch)
         return batch, metadata, work
 
-    def execute(self, metadata: Any, work: Sequence[tuple[Any, int, int, list[int]]], lazy: Sequence[int] = ()) -> Any:
+    def plan_load(self) -> Step:
+        """The step that begins to load for a request that was added; it is not executed yet."""
+        return until(lambda: (step := self.plan())[1] is not None and step[1].plan.loads and step)  # type: ignore[no-any-return]
+
+    def execute(self, metadata: Any, work: Sequence[Work], lazy: Sequence[int] = ()) -> Any:
         """What the workers do: load, compute, save (not the `lazy` ranks). Returns LMDeploy's aggregated connector output."""
         outputs = []
         for rank in self.ranks:
             if metadata is not None:
                 rank.connector.bind_connector_metadata(pickle.loads(pickle.dumps(metadata)))
                 rank.connector.start_load_kv()
-            for sequence, first, last, table in work:
+            for sequence, first, last, table, _ in work:
                 rank.compute(sequence.history_cache.get_real(), table, first, last)
             if metadata is not None:
                 if work and rank.number not in lazy:
@@ -168,17 +183,18 @@ class Rig:
                 rank.connector.clear_connector_metadata()
         return self._aggregator.aggregate(outputs) if outputs else None
 
-    def apply(self, output: Any, batch: Sequence[Any], work: Sequence[tuple[Any, int, int, list[int]]], token: int = 7) -> None:
+    def apply(self, output: Any, batch: Sequence[Any], work: Sequence[Work]) -> None:
+        """What the engine does when it has a step's output."""
         self.scheduler.update_connector_output(output)
-        for sequence, first, last, _ in work:
+        for sequence, _, last, _, final in work:
             if sequence.status != MessageStatus.RUNNING:
                 continue
-            if last < sequence.num_all_ids:
-                sequence.set_step(last)  # a chunk; LMDeploy counts the same
+            if not final:
+                sequence.set_step(last)
                 continue
             decoding = sequence in self.running
             mode = UpdateTokenMode.DECODE if decoding else UpdateTokenMode.PREFILL
-            sequence.update_token_ids(np.array([token + sequence.num_all_ids % 5]), mode=mode)
+            sequence.update_token_ids(np.array([7 + sequence.num_all_ids % 5]), mode=mode)
             if not decoding:
                 self.running.append(sequence)
         self.scheduler.release_completed_prefill_reservations(list(batch))

@@ -6,12 +6,14 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lmdeploy.pytorch.messages import MessageStatus
 
-from tests.node.lmdeploy_rig import RANKS, Rig, prompt
+from tests.node.lmdeploy_rig import Rig, prompt
 from tests.node.scripted_peer import until
 
 
@@ -80,7 +82,7 @@ def test_pages_filled_by_decode_steps_are_saved(rig: Rig) -> None:
     batch, metadata, work = rig.plan(decode=True)
     position = len(tokens)
     for _ in range(100):
-        output = rig.execute(metadata, [(s, position, position + 1, rig.table(s)) for s in batch])
+        output = rig.execute(metadata, [w._replace(first=position, last=position + 1) for w in work])
         ahead = rig.plan(decode=True)
         rig.apply(output, batch, work)
         (batch, metadata, work), position = ahead, position + 1
@@ -210,9 +212,10 @@ def test_an_abort_while_pages_are_loaded(rig: Rig) -> None:
     rig.store(tokens)
     rig.half._load_step_pages = 2
     sequence = rig.add([*tokens, 5])
-    until(lambda: (rig.step(), sequence.status == MessageStatus.WAITING_FOR_REMOTE_KVS)[1])
+    batch, metadata, work = rig.plan_load()
     rig.end(sequence)
     assert rig.scheduler.has_unfinished(), "its blocks are still being written"
+    rig.apply(rig.execute(metadata, work), batch, work)
     until(lambda: (rig.step(), not rig.scheduler.has_unfinished())[1])
     assert rig.scheduler.block_manager.get_num_free_gpu_blocks() == rig.free_at_start
     assert rig.half._staged_bytes == 0 and not rig.half._requests and not rig.half._steps
@@ -237,7 +240,7 @@ def test_a_stopped_session_goes_on_with_its_next_turn(rig: Rig) -> None:
         rig.step(decode=True)
     rig.scheduler.stop_session(sequence.session_id)
     rig.running.remove(sequence)
-    sequence.update_token_ids(__import__("torch").tensor(prompt(200, 15)))
+    sequence.update_token_ids(torch.tensor(prompt(200, 15)))
     sequence.activate()
     rig.prefill(sequence)
     every = [int(t) for t in sequence.all_ids]
@@ -253,12 +256,16 @@ def test_a_large_load_takes_several_steps_beside_decode(rig: Rig) -> None:
     rig.prefill(runner)
     rig.half._load_step_pages = 4
     sequence = rig.add([*tokens, 5])
-    until(lambda: (rig.plan(), rig.half._loads)[1])
+    _, metadata, work = rig.plan_load()
     loads = []
-    while sequence.status == MessageStatus.WAITING_FOR_REMOTE_KVS:
-        metadata = rig.step(decode=True)
-        loads.append(sum(len(load.slots) for load in metadata.plan.loads) if metadata else 0)
-    assert loads[-2:] == [4, 1]
+    while True:
+        loads.append(sum(len(load.slots) for load in metadata.plan.loads))
+        rig.apply(rig.execute(metadata, work), [], work)
+        if sequence.status != MessageStatus.WAITING_FOR_REMOTE_KVS:
+            break
+        _, metadata, work = rig.plan(decode=True)
+        assert [w.sequence for w in work] == [runner]
+    assert loads == [4, 4, 1]
     rig.prefill(sequence)
     assert rig.right(sequence, 600)
 
@@ -270,7 +277,7 @@ def test_sequences_that_stay_away_from_the_cache(rig: Rig) -> None:
     sequence = rig.add([*tokens, *prompt(100, 19)], adapter_name="unknown")
     rig.prefill(sequence)
     image = rig.add([*tokens, *prompt(100, 20)])
-    image.history_multimodals.multimodals["image"] = [object()]
+    image.history_multimodals.multimodals["image"] = [SimpleNamespace(start=20, end=30)]
     rig.prefill(image)
     logits = rig.add([*tokens, *prompt(100, 21)])
     logits.sampling_param.out_logits = True
@@ -285,9 +292,12 @@ def test_a_killed_node_costs_a_miss_and_comes_back(rig: Rig) -> None:
     rig.store(tokens)
     old = rig.client.node_pid
     sequence = rig.add([*tokens, 5])
-    until(lambda: (rig.plan(), rig.half._loads)[1])  # staged, and about to be loaded
+    batch, metadata, work = rig.plan_load()
     os.kill(old, signal.SIGKILL)
-    until(lambda: not any(r.connector._client.epoch for r in rig.ranks) or rig.client.node_pid != old)
+    epoch = metadata.plan.loads[0].epoch
+    until(lambda: not any(rank.connector._client.epoch == epoch for rank in rig.ranks))
+    rig.apply(rig.execute(metadata, work), batch, work)
+    assert rig.half.counters["failed_loads"] == 1
     rig.prefill(sequence)
     assert rig.right(sequence, 301)
     until(lambda: rig.client.ready and rig.client.node_pid != old)
@@ -302,7 +312,7 @@ def test_sleep_throws_away_what_was_under_way(rig: Rig) -> None:
     tokens, more = prompt(300, 24), prompt(200, 25)
     rig.store(tokens)
     loading, saving = rig.add([*tokens, 5]), rig.add(more)
-    until(lambda: (rig.plan(), rig.half._steps)[1])
+    rig.plan_load()
     for sequence in (loading, saving):
         rig.end(sequence)
     rig.scheduler.finish_kv_transfers_after_worker_drain()
@@ -327,7 +337,3 @@ def test_a_rank_that_cannot_copy_stops_the_cache(rig: Rig) -> None:
     assert rig.stored(tokens) == 0
     rig.prefill(rig.add(tokens))
     assert rig.half.counters["skipped_worker_unable"] == 1 and rig.half.counters["saved_pages"] == 0
-
-
-def test_ranks() -> None:
-    assert RANKS == 2
