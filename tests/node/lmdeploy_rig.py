@@ -81,9 +81,7 @@ class Rank:
 
     def read(self, table: Sequence[int], last: int) -> np.ndarray:
         """int16 [layers, 2, last, DIM]."""
-        return np.stack(
-            [[[self.kv(layer, c, self.slot(table, i)).copy() for i in range(last)] for c in (0, 1)] for layer in range(LAYERS)]
-        )
+        return np.stack([[[self.kv(layer, c, self.slot(table, i)).copy() for i in range(last)] for c in (0, 1)] for layer in range(LAYERS)])
 
     def slot(self, table: Sequence[int], i: int) -> int:
         return int(table[i // self.block]) * self.block + i % self.block
