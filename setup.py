@@ -48,5 +48,7 @@ setup(
         "console_scripts": ["mooncake-kv = mooncake_kv.common.cli:app"],
         "vllm.general_plugins": ["mooncake_kv = mooncake_kv.vllm_plugin:register"],
         "sglang.srt.plugins": ["mooncake_kv = mooncake_kv.sglang_plugin:register"],
+        # LMDeploy loads no plugins; PyTorch calls this at the end of `import torch`, in every program.
+        "torch.backends": ["mooncake_kv = mooncake_kv.lmdeploy_plugin.autoload:load"],
     },
 )

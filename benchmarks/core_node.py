@@ -1,6 +1,9 @@
 """Speed of the node, over its real socket: round trips, lookups of 1,000 pages (idle, and while it checks and seals gigabytes), what grant
 and commit cost a page.
 
+Round trips are measured with client and node on one core, and on two beside a bare echo of as many bytes: on a virtual machine, waking a
+core that sleeps takes some 25 us, twice a trip, and the kernel's choice of cores would decide what is measured.
+
 The load is another client that fetches 700 pages of SmolLM2's size (1 GB to check) and commits as many (1 GB to seal), again and again.
 Also called by core.py, as the section `node` of its report.
 
@@ -13,6 +16,7 @@ import argparse
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -210,6 +214,51 @@ def times(run: Callable[[], object], count: int, pause_s: float = 0.0) -> np.nda
     return spent
 
 
+@contextmanager
+def pinned(pids: list[int], cores: list[set[int]]) -> Iterator[None]:
+    before = [os.sched_getaffinity(pid) for pid in pids]
+    for pid, core in zip(pids, cores, strict=True):
+        os.sched_setaffinity(pid, core)
+    try:
+        yield
+    finally:
+        for pid, core in zip(pids, before, strict=True):
+            os.sched_setaffinity(pid, core)
+
+
+def echo_trips(count: int, core: set[int]) -> np.ndarray:
+    """Seconds of each round trip of a ping's bytes to a process on this core that does nothing but send them back."""
+    here, there = socket.socketpair()
+    message = protocol.frame(protocol.Ping(1))
+    pid = os.fork()
+    if not pid:
+        here.close()
+        os.sched_setaffinity(0, core)
+        while data := there.recv(64):
+            there.sendall(data)
+        os._exit(0)
+    there.close()
+    try:
+        return times(lambda: (here.sendall(message), here.recv(64)), count)
+    finally:
+        here.close()
+        os.waitpid(pid, 0)
+
+
+def round_trips(client: Client, count: int) -> dict[str, float]:
+    """Medians in microseconds."""
+    node, _, _ = struct.unpack("3i", client.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    here, *others = [{core} for core in sorted(os.sched_getaffinity(0))]
+    with pinned([0, node], [here, here]):
+        trips = times(client.ping, count)
+    result = {"round_trip_us": float(np.median(trips) * 1e6), "round_trip_p99_us": float(np.percentile(trips, 99) * 1e6)}
+    if others:
+        with pinned([0, node], [here, others[0]]):
+            result["round_trip_two_cores_us"] = float(np.median(times(client.ping, count)) * 1e6)
+            result["echo_two_cores_us"] = float(np.median(echo_trips(count, others[0])) * 1e6)
+    return result
+
+
 def grant_and_commit(client: Client, rounds: int) -> float:
     """Median seconds a page from commit to the grant that replaces it, in batches of 64, without the time of sealing."""
     results = []
@@ -243,7 +292,7 @@ def run(rounds: int = 9, console: Console | None = None) -> dict[str, Any]:
             raise RuntimeError("not all pages were stored")
         progress.advance(task)
 
-        trips = times(client.ping, 300 * rounds)
+        trips = round_trips(client, 300 * rounds)
         idle = times(lambda: client.lookup(pages), 60 * rounds, 0.0005)
         progress.advance(task)
         commit = grant_and_commit(client, rounds)
@@ -278,8 +327,7 @@ def run(rounds: int = 9, console: Console | None = None) -> dict[str, Any]:
     under_load = np.concatenate(loaded)
     seconds = float(under_load.sum() + 0.0005 * len(under_load))
     return {
-        "round_trip_us": float(np.median(trips) * 1e6),
-        "round_trip_p99_us": float(np.percentile(trips, 99) * 1e6),
+        **trips,
         "lookup_pages": PAGES,
         "lookup_idle_ms": float(np.median(idle) * 1e3),
         "lookup_idle_p99_ms": float(np.percentile(idle, 99) * 1e3),

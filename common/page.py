@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +38,10 @@ KEYED = 1
 _TRAILER = struct.Struct("<4sHHQ16s16s16s")
 _PLACE = struct.Struct("<4I")
 _ITEMS: dict[int, type[np.unsignedinteger]] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def _nothing() -> None:
+    pass
 
 
 class ObjectSpec(NamedTuple):
@@ -134,25 +139,31 @@ class PageLayout:
                 )
         return tuple(pieces)
 
-    def seal(self, slot: np.ndarray, page_hash: bytes, digest: str, key: bytes | None = None) -> None:
+    def seal(
+        self, slot: np.ndarray, page_hash: bytes, digest: str, key: bytes | None = None, between: Callable[[], object] = _nothing
+    ) -> None:
         """Write the trailers of all objects of a slot. `digest` is the namespace's (32 hex digits); `key`, at most 64 bytes, replaces the
-        layout's."""
+        layout's; `between` is called before each object."""
         key = self.key if key is None else key
         self._check_slot(slot)
         identity = _identity(page_hash, digest)
         data = slot.data
         for spec in self.objects:
+            between()
             end = spec.offset + spec.payload_bytes
             checksum = _checksum(data[spec.offset : end], spec, identity, key)
             _TRAILER.pack_into(data, end, MAGIC, FORMAT, KEYED if key else 0, spec.payload_bytes, checksum, *identity)
 
-    def verify(self, slot: np.ndarray, page_hash: bytes, digest: str, key: bytes | None = None) -> bool:
-        """Whether every object of the slot is this page, whole and unchanged, sealed with the same key."""
+    def verify(
+        self, slot: np.ndarray, page_hash: bytes, digest: str, key: bytes | None = None, between: Callable[[], object] = _nothing
+    ) -> bool:
+        """Whether every object of the slot is this page, whole and unchanged, sealed with the same key. `between` as in `seal`."""
         key = self.key if key is None else key
         self._check_slot(slot)
         identity = _identity(page_hash, digest)
         data = slot.data
         for spec in self.objects:
+            between()
             end = spec.offset + spec.payload_bytes
             magic, version, flags, length, found, found_digest, found_hash = _TRAILER.unpack_from(data, end)
             expected = (MAGIC, FORMAT, KEYED if key else 0, spec.payload_bytes, *identity)

@@ -5,7 +5,9 @@ its own because of Python's lock: a thread of the node that is descheduled while
 two native calls, stops the event loop for a time slice (lookups of 3 to 10 ms at the 99th percentile instead of 0.4; measured on 2 cores).
 
 Promises: answers every job once, also one that failed, and every Map with Populated as its bytes are allocated; works on an extent only
-between its Map and its Unmap, which comes after the last Populated; ends at once when the node is gone, whatever its threads are doing.
+between its Map and its Unmap, which comes after the last Populated; ends at once when the node is gone, whatever its threads are doing;
+offers its core to others after each object (about 1 MiB, 0.1 ms). Linux's scheduler lets a running thread finish its slice, 1.4 ms on 2
+cores, before one that has just woken up, whatever their nice values: lookups of 1,000 pages took 1.3 to 2.2 ms (p99) without, 0.6 with it.
 """
 
 from __future__ import annotations
@@ -99,10 +101,10 @@ class Helper:
                 page_hash = job.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
                 memory = self._extents.slot(slot, layout.slot_bytes)
                 if job.kind == "seal":
-                    layout.seal(memory, page_hash, job.digest)
+                    layout.seal(memory, page_hash, job.digest, between=os.sched_yield)
                     good.append(True)
                 else:
-                    good.append(layout.verify(memory, page_hash, job.digest))
+                    good.append(layout.verify(memory, page_hash, job.digest, between=os.sched_yield))
                     if job.kind == "check" and not good[-1]:
                         break
         except Exception as problem:
@@ -117,6 +119,7 @@ class Helper:
         try:
             while end < size:
                 for _ in range(_POPULATE_STEP // _WRITE_STEP):
+                    os.sched_yield()
                     if end < size:
                         end += os.pwrite(fd, zeros[: size - end], end)
                 if end < size:
