@@ -30,14 +30,18 @@ HOOKS: tuple[tuple[str, str], ...] = (
 )
 
 _waiting: dict[str, list[Callable[[ModuleType], object]]] = {}
+_loaded = False
 
 
 def load() -> None:
     """Entry point of the group `torch.backends`; idempotent."""
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True
     try:
-        if not _waiting:
-            for name, function in HOOKS:
-                on_import(name, _named(function))
+        for name, function in HOOKS:
+            on_import(name, _named(function))
     except Exception:
         _failed("the plugin is not in effect in this process")
 

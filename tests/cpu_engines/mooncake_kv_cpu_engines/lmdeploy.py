@@ -55,7 +55,7 @@ def load() -> None:
 
 
 class _Stream:
-    """A CUDA stream or event: everything has happened already."""
+    """A CUDA stream, and an event: everything has happened already."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream = 0
@@ -81,8 +81,11 @@ class _Stream:
         pass
 
 
+class _Event(_Stream):
+    pass
+
+
 def _replace_cuda(torch: Any) -> None:
-    nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731
     stream = _Stream()
     properties = SimpleNamespace(
         major=8, minor=0, name="cpu", total_memory=_MEMORY, multi_processor_count=2, uuid="0", warp_size=32, shared_memory_per_block_optin=0
@@ -100,12 +103,12 @@ def _replace_cuda(torch: Any) -> None:
         "get_device_name": "cpu",
     }
     for name, value in fixed.items():
-        setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+        setattr(torch.cuda, name, _always(value))
     for name in ("synchronize", "empty_cache", "set_device", "ipc_collect"):
-        setattr(torch.cuda, name, nothing)
-    torch.cuda.Stream = torch.cuda.Event = _Stream
+        setattr(torch.cuda, name, _always(None))
+    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event
     torch.cuda.stream = lambda *_: contextlib.nullcontext()
-    torch._C._cuda_clearCublasWorkspaces = nothing
+    torch._C._cuda_clearCublasWorkspaces = _always(None)
     for name in _FACTORIES.split():
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"):
@@ -114,7 +117,12 @@ def _replace_cuda(torch: Any) -> None:
         kind.to = _on_cpu(kind.to, positional=True)
         kind.cuda = lambda self, *_, **__: self
     torch.Tensor.pin_memory = lambda self, *_: self
-    torch.Tensor.record_stream = nothing
+    torch.Tensor.record_stream = _always(None)
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    """A function of its own for each name: torch's compiler wants no object under two names."""
+    return lambda *_, **__: value
 
 
 def _on_cpu(function: Callable[..., Any], positional: bool = False) -> Callable[..., Any]:
