@@ -1,5 +1,5 @@
-"""Questions about one document: prompts that share their first 2,048 tokens (32 pages of 64) and end before the next page does; and a
-judge of answers that differ.
+"""Questions about one document, or one of several that differ from their first page on: prompts that share their first 2,048 tokens (32
+pages of 64) and end before the next page does; and a judge of answers that differ.
 
 Texts prove nothing where the KV comes from another engine: its rounding differs, and a close decision may fall the other way. So where two
 answers part, the reference in float32 says how close the decision was; measured at most 0.44 between engines (logits).
@@ -33,15 +33,16 @@ QUESTIONS = (
 
 
 @cache
-def prompts() -> tuple[list[int], ...]:
-    """Token ids, with the chat template of SmolLM2."""
+def prompts(owner: str = "") -> tuple[list[int], ...]:
+    """Token ids, with the chat template of SmolLM2. Each owner has a document of its own."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
     chapter = tokenizer.encode(files("mooncake_kv.common.demo").joinpath("text.txt").read_text(encoding="utf-8"))
+    head = f"Read this text of {owner}." if owner else "Read this text."
     found = []
     for question in QUESTIONS:
-        text = f"Read this text.\n\n{tokenizer.decode(chapter[: SHARED - 8])}\n\nQuestion: {question} Answer in a few words."
+        text = f"{head}\n\n{tokenizer.decode(chapter[: SHARED - 8])}\n\nQuestion: {question} Answer in a few words."
         chat: Any = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
         ids = tokenizer.encode(chat)
         assert SHARED < len(ids) < SHARED + 64
