@@ -123,7 +123,10 @@ def demo(
         typer.Option(help="Folder or name of the chat model to serve; `make setup` brings a small one.", show_default=False),
     ] = None,
     engines: Annotated[
-        str, typer.Option(metavar="NAMES", help="vllm, or several engines (vllm,sglang): then each also answers from the others' pages.")
+        str,
+        typer.Option(
+            metavar="NAMES", help="vllm, or several engines (vllm,sglang,lmdeploy): then each also answers from the others' pages."
+        ),
     ] = "vllm",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there as JSON.", show_default=False)

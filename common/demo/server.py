@@ -132,7 +132,7 @@ class Server:
         """Empty the engine's own prefix cache; the node keeps what it has. An engine refuses while it is still busy with what has been
         answered."""
         deadline = time.monotonic() + RESET_TIMEOUT_S
-        while True:
+        while self._engine.reset_path:
             with suppress(_Refused), self._open(self._engine.reset_path, {}) as reply:
                 text = reply.read().decode(errors="replace")
                 if '"success":false' not in text.replace(" ", ""):
