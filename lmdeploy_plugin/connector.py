@@ -34,7 +34,6 @@ from ..common.errors import UnsupportedError
 from ..common.identity import KVNamespace, trailer_key
 from ..common.node.client import NodeClient
 from ..common.page import PageLayout
-from ..connectors.calls import CallTimes, timed
 from ..connectors.store import Plan, Report, SchedulerHalf, WorkerHalf, setup
 from . import compat, metrics
 from .facts import config_of, facts_of, fingerprints, rank_of, same_machine, view_of
@@ -80,7 +79,6 @@ class MooncakeConnector(KVConnectorBase):
         compat.warn_if_untested()
         transfer = cache_config.kv_transfer_config
         self.config = config_of(cache_config)
-        self.call_times = CallTimes()
         self._cache_config = cache_config
         self._consumes = transfer.is_kv_consumer
         self._produces = transfer.is_kv_producer
@@ -126,12 +124,11 @@ class MooncakeConnector(KVConnectorBase):
             again = fingerprints(facts.adapter_paths, self.config.fingerprint)
             self._adapters = {name: mark if again[name] == mark else "" for name, mark in facts.adapters.items()}
             self._summary = metrics.Summary(self._scheduler.counters)
-            metrics.show(self._scheduler.counters)
+            metrics.count(facts.engine, self._scheduler.counters)
             logger.info("mooncake-kv serves namespace %s (node %r)", self._namespace.digest(self.config.pool_secret), self.config.node)
 
     # ---- scheduler ---------------------------------------------------------------------------------------------------------------
 
-    @timed
     def on_new_request(self, request: SchedulerSequence) -> None:
         half = self._scheduler
         if half is None:
@@ -145,7 +142,6 @@ class MooncakeConnector(KVConnectorBase):
     def is_lookup_pending(self, request_id: int) -> bool:
         return self._scheduler is not None and self._scheduler.blind_ask(str(request_id))
 
-    @timed
     def get_num_new_matched_tokens(self, request: SchedulerSequence, num_computed_tokens: int) -> tuple[int | None, bool]:
         half = self._scheduler
         self._settled.discard(request.seq_id)
@@ -163,14 +159,12 @@ class MooncakeConnector(KVConnectorBase):
         found = max(0, (begin + tokens) // block * block - num_computed_tokens)
         return found, bool(found)
 
-    @timed
     def update_state_after_alloc(self, request: SchedulerSequence, block_ids: Sequence[int], num_external_tokens: int) -> None:
         assert self._scheduler is not None
         first = request.num_history_ids // self._cache_config.block_size
         self._scheduler.start(str(request.seq_id), num_external_tokens, lambda: [0] * first + list(block_ids))
         self._settled.add(request.seq_id)
 
-    @timed
     def build_connector_meta(self, step_input: KVConnectorStepInput) -> KVConnectorMetadata | None:
         half = self._scheduler
         if half is None:
@@ -206,7 +200,6 @@ class MooncakeConnector(KVConnectorBase):
         leased = {block for s in plan.saves for block in logical[s.request_id][s.first_block : s.first_block + len(s.block_ids)]}
         return PlanMetadata(plan, tuple(sorted(leased)))
 
-    @timed
     def update_connector_output(self, connector_output: KVConnectorOutput) -> KVConnectorResult:
         half = self._scheduler
         if half is None:
@@ -226,7 +219,6 @@ class MooncakeConnector(KVConnectorBase):
         if self._scheduler is not None:
             self._scheduler.cancel(str(request_id))
 
-    @timed
     def request_finished(self, request: SchedulerSequence) -> None:
         self._settled.discard(request.seq_id)
         self._sequences.pop(request.seq_id, None)
@@ -240,6 +232,10 @@ class MooncakeConnector(KVConnectorBase):
             self._scheduler.output(Report(max(self._saves)), ())
             self._saves.clear()
         self._invalid.clear()
+
+    def counts(self) -> tuple[str, dict[str, int]]:
+        """For LMDeploy's server (see metrics): the engine's name, and what its halves in this process have counted."""
+        return self._facts.engine, metrics.counts(self._facts.engine)
 
     def weights_changed(self) -> None:
         """The weights are about to be replaced: no key says what the KV is from now on."""
@@ -294,9 +290,8 @@ class MooncakeConnector(KVConnectorBase):
             logger.error("this rank copies nothing: %s", error)
             self._unable = str(error)
             return
-        metrics.show(self._worker.counters)
+        metrics.count(self._facts.engine, self._worker.counters)
 
-    @timed
     def start_load_kv(self) -> None:
         plan = self._plan()
         self._report = Report(plan.step, unable=self._unable)
@@ -306,7 +301,6 @@ class MooncakeConnector(KVConnectorBase):
             for load in plan.loads:  # planned although this rank cannot copy: all of it has failed
                 self._invalid.update(load.block_ids)
 
-    @timed
     def start_save_kv(self) -> None:
         if self._worker is not None and self._report is not None and not self._unable:
             self._worker.save(self._plan(), self._report)

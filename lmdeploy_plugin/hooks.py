@@ -1,4 +1,5 @@
-"""Where the plugin reaches into LMDeploy's engine: the making of an executor, for the facts of the model, and updates of its weights.
+"""Where the plugin reaches into LMDeploy's engine: the making of an executor, for the facts of the model; updates of its weights; and what
+it reports to its server.
 
 Promises: installed only in a process that makes an engine with our connector, once; an executor of an engine without it is not touched.
 """
@@ -11,10 +12,11 @@ from importlib import import_module
 from typing import Any
 
 from ..connectors.compat import Signatures
-from . import compat, facts
+from . import compat, facts, metrics
 
 EXECUTOR = "lmdeploy.pytorch.engine.executor.base:ExecutorBase.__init__"
 _ENGINE = "lmdeploy.pytorch.engine.engine:Engine."
+METRICS = f"{_ENGINE}get_schedule_metrics"
 # What replaces weights of a running engine.
 WEIGHT_UPDATES = tuple(f"{_ENGINE}{name}" for name in ("update_params", "update_weights_from_ipc", "update_weights_from_distributed"))
 HOOKS: Signatures = {
@@ -31,6 +33,7 @@ HOOKS: Signatures = {
         "device_type",
         "trust_remote_code",
     ),
+    METRICS: ("self",),
     f"{_ENGINE}update_params": ("self", "request"),
     f"{_ENGINE}update_weights_from_ipc": ("self", "request", "reject_reason"),
     f"{_ENGINE}update_weights_from_distributed": ("self", "request"),
@@ -46,6 +49,7 @@ def install() -> None:
     _wrap_executor(executor)
     for name in WEIGHT_UPDATES:
         _wrap_update(*_find(name))
+    _wrap_metrics(*_find(METRICS))
 
 
 def _wrap_executor(executor: Any) -> None:
@@ -73,6 +77,20 @@ def _wrap_update(engine: Any, name: str) -> None:
         return plain(self, *args, **kwargs)
 
     setattr(engine, name, update)
+
+
+def _wrap_metrics(engine: Any, name: str) -> None:
+    plain = getattr(engine, name)
+
+    @functools.wraps(plain)
+    def get_schedule_metrics(self: Any) -> Any:
+        found = plain(self)
+        connector = getattr(self.scheduler, "kv_connector", None)
+        if connector is not None and facts.uses_us(self.cache_config):
+            setattr(found, metrics.ATTRIBUTE, connector.counts())
+        return found
+
+    setattr(engine, name, get_schedule_metrics)
 
 
 def _find(name: str) -> tuple[Any, str]:

@@ -1,18 +1,20 @@
-"""The connector's numbers on the `/metrics` of LMDeploy's API server, and in its log.
+"""The connector's numbers on the `/metrics` of LMDeploy's API server, and in the engine's log.
 
-LMDeploy gives connectors no place for metrics, but its server shows prometheus_client's default registry, and the scheduler's half, with
-one rank the worker's too, lives in the server's process.
+LMDeploy gives connectors no place for metrics, and its server has the engine in a process of its own. But every ten seconds the server asks
+the engine for its scheduler's metrics: our counters ride on the answer, and the server's process shows them in prometheus_client's default
+registry. Workers in processes of their own (several ranks) are not asked: what they copied is in their own logs only.
 
-Promises: numbers only grow, also when an engine of the process ends; reading them takes no lock that an engine's thread holds.
+Promise: numbers only grow, also when an engine is replaced.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -23,27 +25,47 @@ from ..connectors.metrics import HELP, METRICS
 logger = logging.getLogger("mooncake_kv.lmdeploy")
 
 LOG_S = 10.0
+# Attribute of LMDeploy's ScheduleMetrics: (engine, counters).
+ATTRIBUTE = "mooncake_kv_counts"
 
-_lock = threading.Lock()
-_halves: list[Counter[str]] = []
+# In an engine's process: the counters of each engine's halves.
+_halves: defaultdict[str, list[Counter[str]]] = defaultdict(list)
+# In the server's: the last that each engine reported.
+_reported: dict[str, Mapping[str, int]] = {}
 
 
-def show(counters: Counter[str]) -> None:
-    """Show a half's counters from now on, added to those of others."""
-    with _lock:
-        if not _halves:
-            REGISTRY.register(_Collector())
-        _halves.append(counters)
+def count(engine: str, counters: Counter[str]) -> None:
+    """A half of this engine counts in `counters` from now on."""
+    _halves[engine].append(counters)
+
+
+def counts(engine: str) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for counters in _halves[engine]:
+        total.update(counters)
+    return dict(total)
+
+
+def read_schedule_metrics(stats: ModuleType) -> None:
+    """Take our counters from what an engine reports, in the server's process."""
+    plain = stats.SchedulerStats.update_from_schedule_metrics
+
+    @functools.wraps(plain)
+    def update_from_schedule_metrics(self: Any, scheduled_metrics: Any) -> Any:
+        if (found := getattr(scheduled_metrics, ATTRIBUTE, None)) is not None:
+            if not _reported:
+                REGISTRY.register(_Collector())
+            _reported[found[0]] = found[1]
+        return plain(self, scheduled_metrics)
+
+    stats.SchedulerStats.update_from_schedule_metrics = update_from_schedule_metrics
 
 
 class _Collector:
-    def describe(self) -> list[Any]:
-        return []  # names are known, but asking for them must not read anything
-
     def collect(self) -> Iterator[CounterMetricFamily]:
         total: Counter[str] = Counter()
-        for counters in list(_halves):
-            total.update(dict(counters))
+        for counters in list(_reported.values()):
+            total.update(counters)
         families = {
             metric: CounterMetricFamily(f"lmdeploy:mooncake_kv_{metric}", HELP[metric], labels=[label])
             for metric, label, _ in METRICS.values()

@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.engines import probes
+
+# Contain the copying of pages, which takes as long as their bytes take.
+COPYING = ("start_load_kv", "start_save_kv")
+CALLS = (
+    "on_new_request",
+    "is_lookup_pending",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished",
+    "cancel_lookup",
+    "get_finished",
+    *COPYING,
+)
+
 
 def counters(engine: Any) -> dict[str, int]:
     """Of the scheduler's half."""
@@ -51,3 +68,30 @@ def reset(engine: Any) -> bool:
 
 def _connector(engine: Any) -> Any:
     return engine.scheduler.kv_connector
+
+
+def limit_loads(engine: Any, pages: int | None) -> None:
+    """Loads get at most so many leading pages from now on; None: all."""
+    client = _connector(engine)._client
+    original = getattr(client, "unlimited_fetch", client.fetch)
+    client.unlimited_fetch = original
+    client.fetch = original if pages is None else lambda hashes, limit=0, check=True: original(hashes[:pages], limit, check=check)
+
+
+def salt(engine: Any, salt: str) -> None:
+    """Pages of requests from now on are other ones, which nobody loads; '' ends it. LMDeploy's own prefix cache knows nothing of it."""
+    from mooncake_kv.common.hashing import storage_namespace_seed
+    from mooncake_kv.lmdeploy_plugin import connector, requests
+
+    _connector(engine)._consumes = not salt
+    connector.seed_of = (lambda *_: storage_namespace_seed(None, salt)) if salt else requests.seed_of  # type: ignore[assignment]
+
+
+def time_calls(engine: Any) -> None:
+    from mooncake_kv.lmdeploy_plugin.connector import MooncakeConnector
+
+    probes.time_calls(MooncakeConnector, CALLS)
+
+
+def call_times(engine: Any) -> dict[str, dict[str, float]]:
+    return probes.call_times(engine)

@@ -133,7 +133,7 @@ def test_quantised_kv_is_a_namespace_of_its_own(policy: str, dtype: str, dim: in
 @pytest.mark.parametrize("tp", [1, 4])
 def test_mla_is_a_namespace_of_its_own(tmp_path: Path, tp: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
-    space, found = gathered(executor(tmp_path, tp=tp, settings={"model_id": "mine"}))
+    space, _ = gathered(executor(tmp_path, tp=tp, settings={"model_id": "mine"}))
     assert (space.mla, space.num_kv_heads, space.k_head_dim, space.v_head_dim) == (True, 1, 80, 0)
     assert space.variant == "lmdeploy mla"
     assert [facts.rank_of(space, rank, tp).writes for rank in range(tp)] == [True, *[False] * (tp - 1)]
