@@ -29,18 +29,23 @@ class Series(NamedTuple):
     label: str
 
 
+# Not an engine's: the tokens that the node has handed out, by tier.
+NODE = Series("node", "tier")
+
+
 class Engine:
-    """What differs between engines. `reset_path`: empties the engine's own cache, "" if it has none that would have to be. `loaded`: tokens loaded by us, by tier. `own`: tokens found in the engine's own cache, and the label's
-    values that mean so. `load_us`: microseconds of loading, and the label's value. `no_load`: requests that loaded nothing, by reason."""
+    """What differs between engines. `reset_path`: empties the engine's own cache, "" if it has none that would have to be. `loaded`: tokens
+    loaded by us, by tier. `own`: tokens found in the engine's own cache, and the label's values that mean so. `load_us`: microseconds of
+    loading, and the label's value. `no_load`: requests that loaded nothing, by reason. None: not counted, or too late."""
 
     name: str
     package: str
     reset_path: str
     loaded: Series
-    own: Series
-    own_values: tuple[str, ...]
-    load_us: Series
-    load_value: str
+    own: Series | None = None
+    own_values: tuple[str, ...] = ()
+    load_us: Series | None = None
+    load_value: str = ""
     no_load: Series | None = None
 
     def command(self, model: str, settings: Mapping[str, Any], port: int) -> list[str]:
@@ -124,14 +129,11 @@ class SGLang(Engine):
 
 class LMDeploy(Engine):
     """With its own prefix cache off, which is its default: it has no call that empties it. So what it answers when asked again comes from
-    our pages, too."""
+    our pages, too. Its server's metrics are ten seconds late; the node knows at once what it has handed out."""
 
     name, package = "lmdeploy", "lmdeploy"
     reset_path = ""
-    loaded = Series("lmdeploy:mooncake_kv_loaded_tokens", "tier")
-    own, own_values = loaded, ()
-    load_us, load_value = Series("lmdeploy:mooncake_kv_copy_microseconds", "direction"), "in"
-    no_load = Series("lmdeploy:mooncake_kv_no_load", "reason")
+    loaded = NODE
 
     def command(self, model: str, settings: Mapping[str, Any], port: int) -> list[str]:
         transfer = {"kv_connector": "mooncake", "kv_role": "kv_both", "kv_connector_extra_config": dict(settings)}

@@ -8,7 +8,6 @@ written, the pages on top differ; one test plants that.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
