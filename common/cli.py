@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,9 @@ import typer
 if TYPE_CHECKING:
     from .config import CacheConfig
     from .node.paths import NodePaths
+
+# LMDeploy finds the plugin only where PyTorch may load extensions.
+TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Keeps and shares the KV cache of LLM engines."
@@ -106,6 +110,8 @@ def status(name: Name = None, as_json: Json = False) -> None:
             console.print("No node is running. Engines start one when they need it.")
         for about in found:
             _print_status(console, about)
+        if os.environ.get(TORCH_AUTOLOAD, "1") != "1" and find_spec("lmdeploy"):
+            console.print(f"{TORCH_AUTOLOAD}={os.environ[TORCH_AUTOLOAD]}: LMDeploy, started like this, does not see mooncake-kv.")
     if not found or not all(about["running"] for about in found):
         raise typer.Exit(1)
 
@@ -117,7 +123,10 @@ def demo(
         typer.Option(help="Folder or name of the chat model to serve; `make setup` brings a small one.", show_default=False),
     ] = None,
     engines: Annotated[
-        str, typer.Option(metavar="NAMES", help="vllm, or several engines (vllm,sglang): then each also answers from the others' pages.")
+        str,
+        typer.Option(
+            metavar="NAMES", help="vllm, or several engines (vllm,sglang,lmdeploy): then each also answers from the others' pages."
+        ),
     ] = "vllm",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there as JSON.", show_default=False)
