@@ -75,7 +75,7 @@ class Extents:
         return self._memory[extent].ctypes.data
 
     def unmap(self, extent: int) -> None:
-        del self._memory[extent]
+        self._memory.pop(extent, None)  # one that could not be mapped
 
     def slot(self, slot: int, slot_bytes: int) -> np.ndarray:
         """uint8 [slot_bytes]."""

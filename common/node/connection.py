@@ -137,7 +137,7 @@ class Connection:
         self._in += data
         try:
             self._parse()
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             self._in.clear()
             self.fail(str(error))
 
