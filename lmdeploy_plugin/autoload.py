@@ -27,6 +27,7 @@ STRICT = "MOONCAKE_KV_STRICT"
 HOOKS: tuple[tuple[str, str], ...] = (
     ("lmdeploy.pytorch.kv_connector.factory", "registration:add_connector"),
     ("lmdeploy.pytorch.disagg.backend", "registration:add_migration_backend"),
+    ("lmdeploy.metrics.stats", "metrics:read_schedule_metrics"),
 )
 
 _waiting: dict[str, list[Callable[[ModuleType], object]]] = {}

@@ -31,6 +31,40 @@ MIGRATION: Signatures = {
     f"{_BACKEND}p2p_connect": ("self", "remote_engine_id", "conn_req"),
     f"{_BACKEND}p2p_migrate": ("self", "assignment", "async_op"),
 }
+_BASE = "lmdeploy.pytorch.kv_connector.base:KVConnectorBase."
+CONNECTOR: Signatures = {
+    f"{_BASE}__init__": ("self", "role"),
+    f"{_BASE}register_kv_caches": ("self", "kv_caches"),
+    f"{_BASE}start_load_kv": ("self",),
+    f"{_BASE}start_save_kv": ("self",),
+    f"{_BASE}get_finished": ("self",),
+    f"{_BASE}get_num_new_matched_tokens": ("self", "request", "num_computed_tokens"),
+    f"{_BASE}update_state_after_alloc": ("self", "request", "block_ids", "num_external_tokens"),
+    f"{_BASE}build_connector_meta": ("self", "step_input"),
+    f"{_BASE}on_new_request": ("self", "request"),
+    f"{_BASE}is_lookup_pending": ("self", "request_id"),
+    f"{_BASE}cancel_lookup": ("self", "request_id"),
+    f"{_BASE}update_connector_output": ("self", "connector_output"),
+    f"{_BASE}finish_transfers_after_worker_drain": ("self",),
+    f"{_BASE}request_finished": ("self", "request"),
+    "lmdeploy.pytorch.kv_connector.base:KVConnectorStepInput": (
+        "running",
+        "connector_token_lens",
+        "connector_block_ids",
+        "connector_logical_block_ids",
+    ),
+    "lmdeploy.pytorch.paging.block_manager.base_block_manager:BaseBlockManager.get_block_table": ("self", "msg"),
+    "lmdeploy.pytorch.paging.seq_states.states:SequenceLifecycle.__init__": (
+        "self",
+        "seq_manager",
+        "block_manager",
+        "state_manager",
+        "state_checkpoints",
+        "prefix_cache_enabled",
+        "is_ssm",
+        "connector",
+    ),
+}
 
 
 def lmdeploy_version() -> str:

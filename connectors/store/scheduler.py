@@ -84,7 +84,8 @@ class _PendingLoad:
     table: list[int]
     next_token: int
     end_token: int
-    done: bool = False  # the engine has been told that nothing of it is to come
+    done: bool = False  # nothing more of it is to be planned
+    failed: bool = False  # a block of it was not loaded, or the request was given up
 
 
 @dataclass(slots=True)
@@ -428,6 +429,7 @@ class SchedulerHalf:
             self._next_op += 1
             saves.append(
                 Save(
+                    request_id=request.id,
                     op=self._next_op,
                     epoch=granted.epoch,
                     generation=granted.generation,
@@ -450,6 +452,12 @@ class SchedulerHalf:
             )
         return saves
 
+    def cancel(self, request_id: str) -> None:
+        """The engine interrupts the request: what is staged is released, and a load under way ends with the next plan, as failed."""
+        if (request := self._requests.get(request_id)) is not None:
+            self._drop_fetch(request)
+            self._end_load(request)
+
     def finish(self, request_id: str, final_tokens: int, block_table: list[int]) -> bool:
         """The request is over. True: its blocks must stay until a step's plan that names it in `finished` has been executed, because pages
         that it completed in its last step are still to be copied."""
@@ -459,7 +467,7 @@ class SchedulerHalf:
             return False
         self._drop_fetch(request)
         if request.load is not None:
-            request.load.done = True  # the next plan says so, and the engine frees the blocks
+            self._end_load(request)  # the next plan says so, and the engine frees the blocks
             return False
         if not request.started or not self._save_decode:
             return False
@@ -474,24 +482,35 @@ class SchedulerHalf:
 
     # ---- reports -----------------------------------------------------------------------------------------------------------------
 
-    def output(self, report: Report | None, invalid_blocks: Collection[int]) -> None:
-        """A step was executed by all ranks, and these blocks were not loaded. Commits what it saved, ends the leases it read last."""
-        if report is not None and report.unable and not self._unable:
-            self._unable = report.unable
-            log.error("a worker copies nothing, so the engine runs without the cache: %s", report.unable)
-        if report is not None:
-            self._refused |= report.refused
+    def output(self, report: Report | None, invalid_blocks: Collection[int]) -> dict[str, bool]:
+        """A step was executed by all ranks, and these blocks were not loaded. Commits what it saved, ends the leases it read last. Returns
+        the requests whose loads have ended thereby, and whether all of it is in their blocks."""
+        ended: dict[str, bool] = {}
         if report is None:
-            return
+            return ended
+        if report.unable:
+            self.stop(f"a worker copies nothing: {report.unable}")
+        self._refused |= report.refused
         # Steps are executed in order: an older step without a report will get none, and nobody writes to its slots any more.
         for number in [n for n in self._steps if n <= report.step]:
             step = self._steps.pop(number)
             if invalid_blocks:
                 self._fail(step, invalid_blocks)
+            if number < report.step:
+                for load in step.loads:
+                    self._end_load(self._requests.get(load.request_id))
             for pending in step.ended:
                 pending.request.load = None
                 self._end_lease(pending.fetch, pending.reserved)
+                ended[pending.request.id] = not pending.failed
             self._settle(step.saves, report.saved if number == report.step else {})
+        return ended
+
+    def stop(self, reason: str) -> None:
+        """Load and save nothing from now on."""
+        if not self._unable:
+            self._unable = reason
+            log.error("the engine runs without the cache from now on: %s", reason)
 
     def _settle(self, saves: list[_PendingSave], saved: Mapping[int, int]) -> None:
         for save in saves:
@@ -530,5 +549,10 @@ class SchedulerHalf:
             page = begin // self._page
             request.mark = min(request.mark, page)
             request.stored = (request.stored[0], min(request.stored[1], page))
-            if request.load is not None:
-                request.load.done = True
+            self._end_load(request)
+
+    @staticmethod
+    def _end_load(request: _Request | None) -> None:
+        """Plan nothing more of the request's load, which was in vain."""
+        if request is not None and request.load is not None:
+            request.load.done = request.load.failed = True

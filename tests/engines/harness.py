@@ -327,6 +327,9 @@ class HttpServer:
     def processes(self) -> list[psutil.Process]:
         return self._child._group()
 
+    def kill(self) -> None:
+        self._child.kill()
+
     def stop(self, timeout_s: float = 20) -> None:
         if self._child.process.poll() is None:
             self._child.process.send_signal(signal.SIGINT)
