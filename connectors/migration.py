@@ -188,7 +188,9 @@ class Transfer:
             if self._regions.get(address) == length:
                 return
             if not self.direct and not is_host_memory(address, length):
-                raise MigrationError(f"{length} bytes at {address:#x} are no host memory, which migration over TCP needs: set protocol to 'rdma'")
+                raise MigrationError(
+                    f"{length} bytes at {address:#x} are no host memory, which migration over TCP needs: set protocol to 'rdma'"
+                )
             for start, size in list(self._regions.items()):
                 if start < address + length and address < start + size:
                     self._engine.unregister_memory(start)

@@ -6,6 +6,7 @@ import json
 import sys
 
 import numpy as np
+
 from mooncake_kv.common.config import load_config
 from mooncake_kv.connectors.migration import Link, Transfer
 

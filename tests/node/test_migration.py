@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from mooncake_kv.common.config import load_config
 from mooncake_kv.common.errors import ConfigError
 from mooncake_kv.connectors import migration
 from mooncake_kv.connectors.migration import Link, MigrationError, Piece, Transfer, plan
-
 from tests.node.migration_peer import content
 
 BLOCK = 49_152
@@ -277,7 +277,7 @@ def test_what_is_no_endpoint_is_refused(transfer: Transfer, endpoint: str) -> No
 def test_rdma_without_a_card_is_refused_before_setup() -> None:
     if os.path.isdir("/sys/class/infiniband"):
         pytest.skip("there are network cards")
-    with pytest.raises(ConfigError, match="protocol is 'rdma' .*no network card"):
+    with pytest.raises(ConfigError, match=r"protocol is 'rdma' .*no network card"):
         Transfer(load_config({"protocol": "rdma"}), "127.0.0.1")
 
 
@@ -320,4 +320,4 @@ def test_plan(seed: int) -> None:
     assert total == length
     for start, size in pieces:
         assert np.array_equal(here[where[start] : where[start] + size], there[start : start + size])
-    assert len(list(plan([(10, 50, 10), (20, 60, 10)]))[0].reads) == 1
+    assert len(next(plan([(10, 50, 10), (20, 60, 10)])).reads) == 1
