@@ -1,19 +1,19 @@
 """Reads of another engine's KV blocks over Mooncake's transfer engine, for engines that hand over addresses of their own memory.
 
 Promises:
-- One transfer engine per process, whatever the number of peers. Registering the same memory again does nothing; memory that takes the place
-  of memory registered before replaces it.
+- One transfer engine per process, whatever the number of peers. Registering the same memory again does nothing; memory that takes the
+  place of memory registered before replaces it.
 - Every read is checked first: the region is known on both sides, and offset and length lie within it there and here.
-- No event loop waits for a native call. A read ends within its deadline, with all bytes in place or with MigrationError, also where the peer
-  is dead or frozen. After an error nothing more is written into the engine's memory.
+- No event loop waits for a native call. A read ends within its deadline, with all bytes in place or with MigrationError, also where the
+  peer is dead or frozen. After an error nothing more is written into the engine's memory.
 - A peer that failed is left alone for a while, so that one frozen peer holds at most READS_PER_PEER threads. Connecting again ends that.
 
-The last promise but one needs memory of our own. Measured with 0.3.13.post1 over TCP: a read from a frozen process returns -1 after 1 to 30 s,
-and when the process goes on, all bytes are still written to where they should have gone. So over TCP bytes arrive in staging buffers and are
-copied when their read has ended well; a buffer whose read failed is not used again (`QUARANTINE_BYTES` at most; then TCP migration ends in
-this process). It costs little: reads need not be cut at local block boundaries then, so neighbouring remote blocks make one read, and copies overlap
-with the next reads. RDMA reads go straight into the engine's memory, and the call ends only when the native one has: a failed queue pair
-delivers nothing more.
+"Nothing more is written" needs memory of our own. Measured with 0.3.13.post1 over TCP: a read from a frozen process returns -1 after 1 to
+30 s, and when the process goes on, all bytes are still written to where they should have gone. So over TCP bytes arrive in staging buffers
+and are copied when their read has ended well; a buffer whose read failed is never used again (at QUARANTINE_BYTES of them, reads end in
+this process). It costs little: neighbouring blocks of the peer make one read wherever they go here, and copies overlap with the next
+reads. RDMA reads go straight into the engine's memory, and the call ends only when the native one has: a failed queue pair delivers
+nothing more.
 
 Mooncake's transfer engine listens on every address of the machine and asks nobody who they are: whoever reaches its port reads and writes
 registered memory. Firewalls must close it; docs/lmdeploy.md says so.

@@ -25,8 +25,6 @@ from collections import Counter
 from types import ModuleType
 from typing import Any
 
-from prometheus_client import Counter as Metric
-
 from ...connectors.migration import MigrationError
 from .. import MIGRATION_BACKEND, compat
 from .backend import settings
@@ -39,7 +37,8 @@ SEND_S = 1.0
 LOG_S = 10.0
 # A hold's number is none that LMDeploy counts for a session.
 _NUMBER_BITS = 61
-RESULTS = Metric("mooncake_kv_migrations", "Prompts given to a decode engine, by what became of them", ["result"])
+# Prompts by what became of them: migrated and local (decode engine), not_fetched (prefill engine).
+RESULTS: Counter[str] = Counter()
 _logged: Counter[str] = Counter()
 _logged_at: dict[str, float] = {}
 
@@ -86,7 +85,7 @@ class Holds:
 
     def _expire(self, number: int) -> None:
         if number in self._sessions and self._engine.end_session(number):
-            RESULTS.labels("not_fetched").inc()
+            RESULTS["not_fetched"] += 1
             log_rarely("expired", "no decode engine fetched a prompt within %.0f s", settings().migration_hold_s)
 
 
@@ -161,11 +160,11 @@ async def _migrate(loop: Any, sequence: Any) -> None:
     if sequence.status.name != "MIGRATION_READY":  # stopped or ended meanwhile
         return
     if failure is None:
-        RESULTS.labels("migrated").inc()
+        RESULTS["migrated"] += 1
         with loop.scheduler.seqs_migration_activation([sequence]):
             await loop._migration_loop_get_outputs([sequence])
     else:
-        RESULTS.labels("local").inc()
+        RESULTS["local"] += 1
         log_rarely("failed", "a prompt is computed here instead: %s: %s", type(failure).__name__, failure)
         sequence.migration_request = None
         sequence.state.release_paging_resources()

@@ -1,8 +1,8 @@
 """What LMDeploy's proxy does with a request for a prefill and a decode engine.
 
 In force with `--serving-strategy DistServe`. Promises:
-- A prefill engine that is dead, frozen (`migration_prefill_s`), gone or gives no blocks costs a request its migration: the decode engine gets the
-  request as the client sent it. In LMDeploy the request fails.
+- A prefill engine that is dead, frozen (`migration_prefill_s`), gone or gives no blocks costs a request its migration: the decode engine
+  gets the request as the client sent it. In LMDeploy the request fails.
 - The chat endpoint works: LMDeploy takes the response's id for a number, which it is not there.
 - A server that registers again, or is removed, is connected again before it is used. LMDeploy goes on with links of the old process.
 - What a migration cannot give, a first token's log probabilities, is computed by the decode engine.
