@@ -84,7 +84,7 @@ def test_hostname() -> None:
     assert checked().hostname == "127.0.0.1", "a master on loopback can only have clients there"
     assert checked(master_server_address="embedded").hostname == "127.0.0.1"
     elsewhere = checked(master_server_address="192.0.2.1:50051") if _routed() else None
-    assert elsewhere is None or checks._is_ours(elsewhere.hostname)
+    assert elsewhere is None or checks.is_ours(elsewhere.hostname)
 
 
 def _routed() -> bool:
