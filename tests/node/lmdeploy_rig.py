@@ -213,9 +213,13 @@ class Rig:
 
     # ---- what is stored ----------------------------------------------------------------------------------------------------------
 
-    def stored(self, tokens: Sequence[int], seed: bytes = b"") -> int:
+    def stored(self, tokens: Sequence[int]) -> int:
         """Leading pages that the node holds."""
-        lookup = self.client.lookup(page_hashes(list(tokens), seed=seed))
+        return self.pages(page_hashes(list(tokens)))
+
+    def pages(self, hashes: Sequence[bytes]) -> int:
+        """Leading pages of these that the node holds."""
+        lookup = self.client.lookup(hashes)
         assert lookup is not None
         until(lambda: lookup.done)
         return int(lookup.pages)
