@@ -85,7 +85,8 @@ class Running:
             self.engine = SGLangEngine(SMOLLM2, log, settings=settings, environment=environment)
         elif kind == "vllm":
             insecure = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-            self.engine = Engine(SMOLLM2, log, settings=settings, environment={**EXACT, **insecure})
+            # Blocks as long as our pages: its own hit then has the same length.
+            self.engine = Engine(SMOLLM2, log, settings=settings, environment={**EXACT, **insecure}, block_size=64)
         else:
             self.engine = LMDeployEngine(SMOLLM2, log, settings=settings, environment=environment, enable_prefix_caching=True)
 

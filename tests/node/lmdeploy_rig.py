@@ -121,7 +121,7 @@ class Rig:
 
     def settle(self) -> None:
         """Until the node has granted slots and the ranks have mapped its memory."""
-        until(lambda: self.client.ready and self.client.counters()["credits"] > 0, DEADLINE_S)
+        until(lambda: self.client.ready and self.client.counters()["credits"] >= 32, DEADLINE_S)
         until(lambda: all(rank.connector._client.counters()["mapped_bytes"] for rank in self.ranks), DEADLINE_S)  # type: ignore[union-attr]
 
     def close(self) -> None:
