@@ -32,7 +32,7 @@ def peers() -> Iterator[Start]:
 
 @pytest.fixture
 def master() -> Iterator[Master]:
-    running = Master("--default_kv_lease_ttl=100", "--client_ttl=3")
+    running = Master("--default_kv_lease_ttl=100", "--client_ttl=2")
     yield running
     running.kill()
 
@@ -74,7 +74,7 @@ def test_a_page_with_two_replicas_outlives_one_owner(master: Master, peers: Star
         assert count == good
         return bool(count == 16)
 
-    # The master forgets the owner after 3 s here. Until then Mooncake may choose its replica.
+    # The master forgets the owner after 2 s here. Until then Mooncake may choose its replica.
     assert wait_for(whole, 15), reader.call("stats")
     print(f"all pages again {time.monotonic() - begin:.1f} s after an owner was {fault}")
 
@@ -95,7 +95,7 @@ def test_soft_pinned_pages_stay_while_others_go(master: Master, peers: Start) ->
     pinning, other = tier_of(peers, master, soft_pin=True), tier_of(peers, master)
     assert all(pinning.call("write", "wide", "pinned", list(range(4)))[0])
     assert all(other.call("write", "wide", "plain", list(range(4)))[0])
-    for turn in range(8):  # twice the segment
+    for turn in range(4):  # with the others more than fits
         other.call("write", "wide", f"flood{turn}", list(range(4)))
     assert other.call("leading", "wide", "plain", list(range(4)))[0] == 0
     assert other.call("read", "wide", "pinned", list(range(4)))[:2] == [4, 4]
