@@ -20,7 +20,8 @@ import pytest
 from mooncake_kv.common.node.paths import node_paths
 from tests.conftest import wait_for_end
 from tests.node.pool_peer import Master, Peer
-from tests.node.test_tiers_ssd import files, store
+from tests.node.test_tiers_order import store
+from tests.node.test_tiers_ssd import files
 from tests.node.wire_client import NodeProcess, WireClient, chain, running_node
 
 DEADLINE_MS = 1000
@@ -227,8 +228,8 @@ def test_ten_thousand_aborted_fetches_leave_nothing(runtime_dir: Path, tmp_path:
     with running_node(*both) as node:
         client = connect(node, credits=4)
         prefixes = [chain(f"p{i}", 30) for i in range(8)]
-        store(client, *prefixes)
-        client.written("pool")
+        for prefix in prefixes:
+            store(client, prefix)
         for file in files(folder):  # the first half of each prefix on the disk, the second in the pool
             if any(bytes.fromhex(file.name[:64]) in prefix[15:] for prefix in prefixes):
                 file.unlink()
