@@ -251,7 +251,7 @@ def test_ten_thousand_aborted_fetches_leave_nothing(runtime_dir: Path, tmp_path:
 
         abort(1000)
         client.quiet()
-        before, count = held(), len(files(folder))
+        before = held()
         threads = [process.num_threads() for process in processes]
         abort(9_000)
         client.inbox.clear()
@@ -262,6 +262,7 @@ def test_ten_thousand_aborted_fetches_leave_nothing(runtime_dir: Path, tmp_path:
         now = held()
         assert now[:3] == before[:3] and now[-2:] == before[-2:], (before, now)
         assert now[3] <= before[3] + 8 and now[4] <= before[4] + 16, "memory is mapped again and again"  # type: ignore[operator]
-        assert len(files(folder)) <= count and not list(folder.glob("tmp-*"))
+        # A page read from the pool is written to the disk again.
+        assert len(files(folder)) <= 8 * 30 + SLOTS and not list(folder.glob("tmp-*"))
         assert client.stats()["fetches"] == 10_001
         assert client.check(prefixes[0], 30)
