@@ -2,7 +2,7 @@
 
 `ssd`: a gigabyte of pages, not in memory, is fetched prompt by prompt, and a file of as many bytes is read from one end to the other, in
 turns; once from the disk and once from the kernel's page cache. `lookup`: 1,000 pages are looked up while another client stores pages that
-are written through to the disk and to a pool, whose segment and master lie on this machine, too.
+are written through to the disk and to a pool, whose segment and master lie on this machine, too. `pool`: what tiers_pool.py measures.
 
     python benchmarks/tiers.py [--rounds N] [--folder FOLDER] [--json FILE]"""
 
@@ -38,6 +38,7 @@ PAGE_BYTES = 1_475_584
 CHUNK = 8 << 20
 # Metric -> least or most it may be.
 AT_LEAST = {"ssd_disk_ratio": 0.7, "ssd_cached_ratio": 0.7}
+AT_LEAST |= {f"pool_{size}kib_{what}_ratio": 0.85 for size in (128, 1440, 2560) for what in ("write", "read")}
 AT_MOST = {"lookup_written_p99_ms": 1.0}
 
 
@@ -230,8 +231,24 @@ def measure_lookups(folder: Path, rounds: int) -> dict[str, Any]:
     }
 
 
+def measure_pool(folder: Path, rounds: int) -> dict[str, Any]:
+    """In a process of its own: Mooncake's client cannot be closed in order."""
+    file = folder / "pool.json"
+    program = Path(__file__).with_name("tiers_pool.py")
+    command = [sys.executable, str(program), "--rounds", str(2 * rounds - 1), "--json", str(file)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=240)
+    found = json.loads(file.read_text())
+    lookup = found.pop("lookup")
+    results = {"pool_lookup_ms": lookup["median_ms"], "pool_lookup_p99_ms": lookup["p99_ms"]}
+    for row in found.values():
+        if "object_bytes" in row:
+            name = f"pool_{row['object_bytes'] // 1024}kib"
+            results |= {f"{name}_{key}": value for key, value in row.items() if key.endswith(("_ratio", "_per_s"))}
+    return results
+
+
 def run(rounds: int, folder: Path | None, console: Console, only: str | None = None) -> dict[str, Any]:
-    parts = {"reads": measure_reads, "lookups": measure_lookups}
+    parts = {"reads": measure_reads, "lookups": measure_lookups, "pool": measure_pool}
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="mkv-tiers-", dir=folder) as top, Progress(console=console, transient=True) as progress:
         task = progress.add_task("tiers", total=len(parts))
@@ -257,7 +274,7 @@ def show(results: dict[str, Any], console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the slow tiers.")
     parser.add_argument("--rounds", type=int, default=5, help="scales the number of measurements")
-    parser.add_argument("--only", choices=["reads", "lookups"], help="measure only these")
+    parser.add_argument("--only", choices=["reads", "lookups", "pool"], help="measure only these")
     parser.add_argument("--folder", type=Path, help="where to put the files; otherwise the temporary directory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--load", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)

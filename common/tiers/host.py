@@ -31,6 +31,7 @@ from .messages import Open, Opened, Report, Result, TierJob, Touch, decode_to_ti
 
 READ_NICE = 10
 WRITE_NICE = 15
+POPULATE_NICE = 19
 READ_THREADS = 4
 REPORT_S = 1.0
 CLOSE_S = 1.5
@@ -92,6 +93,7 @@ class Host:
         # What moves bytes makes way for the node's event loop and for lookups, which have a tenth of a second; nobody waits for writes.
         self._read = ThreadPoolExecutor(READ_THREADS, "read", os.nice, (READ_NICE,))
         self._write = ThreadPoolExecutor(1, "write", os.nice, (WRITE_NICE,))
+        self._populate = ThreadPoolExecutor(1, "populate", os.nice, (POPULATE_NICE,))
         self._flows = {"read": _Flow("read"), "write": _Flow("write")}
         self._pages_bad = 0
 
@@ -113,6 +115,7 @@ class Host:
         elif isinstance(message, Map):
             address = self._extents.map(message.extent, message.size, fds[0])
             os.close(fds[0])
+            self._populate.submit(self._extents.populate, message.extent)
             if hasattr(self._tier, "add_memory"):
                 cast(RegistersMemory, self._tier).add_memory(address, message.size)
         elif isinstance(message, Unmap):

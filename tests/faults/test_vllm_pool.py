@@ -138,11 +138,11 @@ def test_the_master_goes_under_traffic(stand: Stand, fault: str) -> None:
     stand.serves()
     master = stand.pool.master
     if fault == "killed":
-        results = stand.traffic(7, (1.0, master.kill), (4.0, master.start))
+        results = stand.traffic(5, (0.5, master.kill), (2.5, master.start))
     else:
         try:
             stop, go_on = (lambda sign=sign: master.process.send_signal(sign) for sign in (signal.SIGSTOP, signal.SIGCONT))
-            results = stand.traffic(7, (1.0, stop), (5.0, go_on))
+            results = stand.traffic(6, (0.5, stop), (4.0, go_on))
         finally:
             master.process.send_signal(signal.SIGCONT)
     stand.judge(results)
@@ -154,10 +154,10 @@ def test_the_owner_of_the_pages_goes_under_traffic(stand: Stand, fault: str) -> 
     stand.new_node()
     stand.serves()
     if fault == "killed":
-        results = stand.traffic(7, (1.0, stand.pool.owner.kill), (4.0, stand.pool.restart_owner))
+        results = stand.traffic(5, (0.5, stand.pool.owner.kill), (2.5, stand.pool.restart_owner))
     else:
         try:
-            results = stand.traffic(7, (1.0, stand.pool.owner.stop), (5.0, stand.pool.owner.go_on))
+            results = stand.traffic(6, (0.5, stand.pool.owner.stop), (4.0, stand.pool.owner.go_on))
         finally:
             stand.pool.owner.go_on()
     stand.judge(results)
