@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,9 @@ import typer
 if TYPE_CHECKING:
     from .config import CacheConfig
     from .node.paths import NodePaths
+
+# LMDeploy finds the plugin only where PyTorch may load extensions.
+TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Keeps and shares the KV cache of LLM engines."
@@ -106,6 +110,8 @@ def status(name: Name = None, as_json: Json = False) -> None:
             console.print("No node is running. Engines start one when they need it.")
         for about in found:
             _print_status(console, about)
+        if os.environ.get(TORCH_AUTOLOAD, "1") != "1" and find_spec("lmdeploy"):
+            console.print(f"{TORCH_AUTOLOAD}={os.environ[TORCH_AUTOLOAD]}: LMDeploy, started like this, does not see mooncake-kv.")
     if not found or not all(about["running"] for about in found):
         raise typer.Exit(1)
 
@@ -114,25 +120,35 @@ def status(name: Name = None, as_json: Json = False) -> None:
 def demo(
     model: Annotated[
         str | None,
-        typer.Option(help="Folder or name of the chat model that vLLM serves; `make setup` brings a small one.", show_default=False),
+        typer.Option(help="Folder or name of the chat model to serve; `make setup` brings a small one.", show_default=False),
     ] = None,
+    engines: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES", help="vllm, or several engines (vllm,sglang,lmdeploy): then each also answers from the others' pages."
+        ),
+    ] = "vllm",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there as JSON.", show_default=False)
     ] = None,
 ) -> None:
     """Ask a model about a long text: without the cache, after a reset of the engine's own cache, in a fresh engine, from disk, from
-    Mooncake's pool."""
+    Mooncake's pool; and, of several engines, each from what each of them has read."""
     import signal
 
-    from .demo import DemoFailed, run
+    from .demo import ENGINES, DemoFailed, run
 
     shipped = Path(sys.prefix, "share", "mooncake-kv", "demo-model")
     if model is None and not shipped.exists():
         typer.echo("mooncake-kv: --model is missing, and this environment has no model of its own (that of `make setup` has one)", err=True)
         raise typer.Exit(2)
+    names = list(dict.fromkeys(name.strip() for name in engines.split(",")))
+    if unknown := [name for name in names if name not in ENGINES]:
+        typer.echo(f"mooncake-kv: --engines has {unknown[0]!r}; known are {', '.join(ENGINES)}", err=True)
+        raise typer.Exit(2)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends its processes and removes its folder then, too
     try:
-        report = run(model or str(shipped.resolve()))
+        report = run(model or str(shipped.resolve()), names)
     except DemoFailed as error:
         typer.echo(f"mooncake-kv: {error}", err=True)
         raise typer.Exit(1) from None
@@ -172,11 +188,13 @@ def _print_status(console: Any, about: dict[str, Any]) -> None:
     rows = {key: str(about[key]) for key in ("folder", "pid", "version", "reason") if key in about}
     if about["running"]:
         rows |= {"memory": f"{_mebibytes(stats['arena_bytes'])} of at most {_mebibytes(stats['dram_bytes'])}"}
+        if stats.get("host_pool_bytes"):  # a node of another version may not tell
+            rows["engines' host pools"] = f"{_mebibytes(stats['host_pool_bytes'])}, beside the node's memory"
         rows |= {key: f"{stats[key]:,}" for key in ("pages", "namespaces", "engines", "clients")}
         rows |= {
             key: _shown(key, value)
             for key, value in stats.items()
-            if value and key not in (*rows, "name", "arena_bytes", "dram_bytes", "tiers")
+            if value and key not in (*rows, "name", "arena_bytes", "dram_bytes", "host_pool_bytes", "tiers")
         }
     table = Table(title=f"Node {about['node']!r}", title_justify="left", show_header=False)
     for _ in range(2):

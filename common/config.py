@@ -64,6 +64,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     fetch_timeout_ms: int = 150
     # A fetch that waits for slower tiers than memory gets what is there after so long.
     fetch_deadline_ms: int = 2000
+    # Prefill and decode engines (LMDeploy's roles): the decode engine computes a prompt itself when it has not read its KV after so long;
+    # the prefill engine holds a prompt's KV so long for it; the proxy waits so long for the prefill engine.
+    migration_timeout_ms: int = 5000
+    migration_hold_s: float = 60.0
+    migration_prefill_s: float = 60.0
     # Tokens of a page. Engines share pages only with equal values.
     page_tokens: int = 64
     # Separates keys; it does not protect them.
@@ -257,6 +262,9 @@ _PARSERS: dict[str, Parser] = {
     "metrics_port": _integer(-1, 65535),
     "fetch_timeout_ms": _integer(1, 3_600_000),
     "fetch_deadline_ms": _integer(1, 3_600_000),
+    "migration_timeout_ms": _integer(1, 3_600_000),
+    "migration_hold_s": _seconds,
+    "migration_prefill_s": _seconds,
     "page_tokens": _integer(1, 4096),
     "tenant": _LABEL,
     "model_id": _LABEL,

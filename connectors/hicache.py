@@ -113,6 +113,8 @@ class HiCacheStore:
         self.page_tokens = layout.namespace.page_tokens
         whole = Rectangle(0, layout.namespace.num_layers, 0, layout.namespace.num_kv_heads)
         self._rectangles = [] if rectangle == whole else [rectangle]
+        share = (rectangle.last_layer - rectangle.first_layer) * (rectangle.last_head - rectangle.first_head)
+        self._part_bytes = layout.payload_bytes * share // (layout.namespace.num_layers * layout.namespace.num_kv_heads)
         self._writes = writes
         self._verify = verify
         self._timeout_s = timeout_s
@@ -130,6 +132,7 @@ class HiCacheStore:
 
     def exists(self, hashes: Sequence[bytes]) -> int:
         """How many leading pages are stored; begins to stage them."""
+        begin = time.perf_counter()
         if not hashes or not self._client.ready:
             return 0
         lookup = self._client.lookup(hashes)
@@ -140,7 +143,7 @@ class HiCacheStore:
                 self._keep_staged(fetched, hashes[:pages])
             else:
                 self._client.release(fetched.fetch)
-        self._count(asked_pages=len(hashes), found_pages=pages)
+        self._count(asked_pages=len(hashes), found_pages=pages, look_us=_us_since(begin))
         return pages
 
     def get(self, hashes: Sequence[bytes], token_slots: np.ndarray, view: View | None = None) -> int:
@@ -152,8 +155,7 @@ class HiCacheStore:
             good = self._get(hashes, np.asarray(token_slots, np.int64), view or self._view)
         except Exception as error:  # a fault at run time ends in recomputing, whatever it was
             self._complain("load", error)
-        took = time.perf_counter() - begin
-        self._count(loaded_pages=good, missed_pages=len(hashes) - good, load_us=int(took * 1e6))
+        self._count(loaded_pages=good, missed_pages=len(hashes) - good, loaded_bytes=good * self._part_bytes, load_us=_us_since(begin))
         return good
 
     def set(self, hashes: Sequence[bytes], token_slots: np.ndarray, view: View | None = None) -> list[bool]:
@@ -168,8 +170,8 @@ class HiCacheStore:
         except Exception as error:
             self._complain("save", error)
         done += [False] * (len(hashes) - len(done))
-        took = time.perf_counter() - begin
-        self._count(saved_pages=sum(done), unsaved_pages=len(done) - sum(done), save_us=int(took * 1e6))
+        saved = sum(done)
+        self._count(saved_pages=saved, unsaved_pages=len(done) - saved, save_us=_us_since(begin))
         return done
 
     def clear(self) -> None:
@@ -237,6 +239,7 @@ class HiCacheStore:
             if copied is None:
                 break  # the leases are gone
             good += copied
+            self._count(**{f"loaded_tokens_{t}": n * self.page_tokens for t, n in Counter(fetch.tiers[wanted : wanted + copied]).items()})
             if copied < len(ready):
                 return good, True
         return good, False
@@ -382,6 +385,7 @@ class HiCacheStore:
         finally:
             if good:
                 self._client.commit(reserve.generation, [(hashes[i], slot) for i, slot in given], self._rectangles)
+                self._count(saved_bytes=len(given) * self._part_bytes)
             else:
                 self._client.discard(reserve.generation, [slot for _, slot in given])
         return good
@@ -445,6 +449,10 @@ class HiCacheStore:
         if now - self._last_error > LOG_S:
             self._last_error = now
             log.exception("a %s failed and counts as a miss: %s", what, error)
+
+
+def _us_since(begin: float) -> int:
+    return int((time.perf_counter() - begin) * 1e6)
 
 
 def _has_more(fetch: Fetch, pages: int) -> bool:

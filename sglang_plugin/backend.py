@@ -28,10 +28,10 @@ from ..common.kv_copy import BoundView
 from ..common.node.client import NodeClient
 from ..common.node.memory import auto_size
 from ..common.page import PageLayout
-from ..connectors.calls import CallTimes, timed
 from ..connectors.hicache import HiCacheStore, page_hash
 from . import FLAG, compat, hooks
 from .facts import Rank, namespace_of, notes, rank_of, refuse_side_pool
+from .metrics import Metrics
 
 logger = logging.getLogger("mooncake_kv.sglang")
 
@@ -58,13 +58,13 @@ class MooncakeHiCache(HiCacheStorage):
         extra = storage_config.extra_config = dict(storage_config.extra_config or {})
         self.config: CacheConfig = load_config({k: v for k, v in extra.items() if k not in SGLANG_KEYS}, flag_source=FLAG)
         extra["interface_v1"] = 1  # without it SGLang copies each page once more, by calls that it has deprecated
-        self.call_times = CallTimes()
         self._storage_config = storage_config
         self._client: NodeClient | None = None
         self._store: HiCacheStore | None = None
         self._layout: PageLayout | None = None
         self._rank: Rank | None = None
         self._samples = {name: deque[Any](maxlen=MAX_SAMPLES) for name in ("prefetch", "backup")}
+        self._metrics = Metrics(compat.metric_labels(storage_config))
         hooks.backends.add(self)
 
     # ---- attaching ---------------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class MooncakeHiCache(HiCacheStorage):
         self._rank = rank_of(pool, self._storage_config, namespace)
         view = self._bind(pool.kv_buffer, self._threads())
         digest = namespace.digest(config.pool_secret)
-        self._client = NodeClient(config, namespace, engine=self._engine_name(), role="worker")
+        self._client = NodeClient(config, namespace, engine=self._engine_name(), role="worker", host_pool_bytes=pool.kv_buffer.nbytes)
         self._client.start()
         if not self._client.wait_ready(NODE_START_S):
             logger.warning("the engine starts without the cache, which joins when it can: %s", self._client.reason)
@@ -149,15 +149,12 @@ class MooncakeHiCache(HiCacheStorage):
 
     # ---- pages, as SGLang's threads ask for them ---------------------------------------------------------------------------------
 
-    @timed
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         return self._store.exists(_leading(keys)) if self._store is not None else 0
 
-    @timed
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         return self._get(keys, host_indices.numpy())
 
-    @timed
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         return self._set(keys, host_indices.numpy())
 
@@ -170,8 +167,11 @@ class MooncakeHiCache(HiCacheStorage):
             self._store.clear()
 
     def get_stats(self) -> StorageMetrics:
-        """Pages and GB/s of each read and write since the last call."""
+        """Pages and GB/s of each read and write since the last call, and time to show our own numbers: SGLang asks in every step of its
+        scheduler, if it collects metrics at all."""
         metrics = StorageMetrics()
+        if self._store is not None:
+            self._metrics.collect(self._store.counters)
         for name, pages, rates in (
             ("prefetch", metrics.prefetch_pgs, metrics.prefetch_bandwidth),
             ("backup", metrics.backup_pgs, metrics.backup_bandwidth),

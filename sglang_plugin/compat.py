@@ -97,6 +97,12 @@ def model_config() -> Any:
     return import_module("sglang.srt.configs.model_config").ModelConfig.from_server_args(server_args())
 
 
+def metric_labels(storage_config: Any) -> dict[str, str]:
+    """The labels of SGLang's own storage metrics, which tell ranks apart, and those that the user has added."""
+    own = {name: getattr(storage_config, name) for name in ("tp_rank", "dp_rank", "pp_rank")}
+    return {name: str(value) for name, value in {**own, **(settings("observability").extra_metric_labels or {})}.items()}
+
+
 def startup_extra_config() -> dict[str, Any]:
     """What `--hicache-storage-backend-extra-config` says, without SGLang's own keys; {} where it cannot be read (SGLang says so itself)."""
     controller = import_module("sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller").HybridCacheController

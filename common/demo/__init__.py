@@ -3,18 +3,20 @@
 One chapter of a book, three questions about it. Engine 1 answers without any cache, then from its own prefix cache (the oracle: a text
 computed without a cache may differ from it by rounding), then with its own cache emptied. Engine 2, a fresh process, answers while the
 node is still warm, then from disk, its node having been replaced by an empty one before each question. Engine 3 answers from Mooncake's
-pool, through a node of another name, without disk, as empty before each question; the pages and the master are the first node's.
+pool, through a node of another name, without disk, as empty before each question; the pages and the master are the first node's. With other
+engines than vLLM, the rows of `pairs` follow.
 
-Promises: `Report.correct` is True only if every answer from our cache equals the engine's own local hit, skipped prefill, and came from
-where its row says; the demo uses nodes and folders of its own, leaves no process behind, however it ends, and no folder but, after a
-failure, that with the logs. Where Mooncake cannot be used here, the row `pool` is left out and `Report.left_out` says why.
+Promises: `Report.correct` is True only if every answer of vLLM's from our cache equals its own local hit, skipped prefill, and came from
+where its row says (for the rows of several engines see `pairs`). The demo uses nodes and folders of its own, leaves no process behind,
+however it ends, and no folder but, after a failure, that with the logs. Where Mooncake cannot be used here, the row `pool` is left out and
+`Report.left_out` says why.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
@@ -26,17 +28,19 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from . import pairs
+from .engines import ENGINES, PAGE_TOKENS, Engine
 from .nodes import DISK_BYTES, POOL_BYTES, DemoNode, end_nodes
+from .pairs import WARM_UP
 from .server import Answer, DemoFailed, Server
 
-__all__ = ["DemoFailed", "Report", "Run", "run"]
+__all__ = ["ENGINES", "DemoFailed", "Report", "Run", "run"]
 
 QUESTIONS = (
     "What was written on the paper label of the bottle?",
     "What did Alice find in the glass box?",
     "What was written on the cake?",
 )
-WARM_UP = "Count the words of this line. " + "The quick brown fox jumps over the lazy dog. " * 60
 LABELS = {
     "cold": "without a cache",
     "reset": "engine's own cache emptied",
@@ -46,29 +50,41 @@ LABELS = {
 }
 # Where the answers of a row have to come from.
 TIERS = {"reset": "dram", "new_engine": "dram", "ssd": "ssd", "pool": "pool"}
-PAGE_TOKENS = 64
-# Engines' starts and rows.
-STEPS = 9
+VLLM = "vllm"
+# Its starts and rows.
+VLLM_STEPS = 9
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """`tier`: where the reused tokens' KV came from ("none", "engine", "dram", "ssd", "pool")."""
+class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`tier`: where the reused tokens' KV came from ("none", "engine", "dram", "ssd", "pool"). `load_s`: in rows of two engines, how long
+    the reader took to load it, if it tells."""
 
     name: str
     ttft_s: float
     tokens_reused: int
     tier: str
     text: str
+    load_s: float | None = None
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """`answers[name]` has one answer per question ("cold": the first question only), `local` the oracle's. `left_out`: why a row is
-    missing, one sentence each."""
+    """`answers[name]` has one answer per question ("cold": the first question only), `local` the oracle's; both are empty without vLLM.
+    `pairs` and `own` are what run_pairs gave. `left_out`: why a row is missing, one sentence each."""
 
     model: str
-    local: list[Answer]
-    answers: dict[str, list[Answer]]
+    local: list[Answer] = []
+    answers: dict[str, list[Answer]] = {}
+    pairs: dict[str, list[Answer]] = {}
+    own: dict[str, list[Answer]] = {}
     left_out: dict[str, str] = {}
+
+    @property
+    def rows(self) -> dict[str, list[Answer]]:
+        return self.answers | self.pairs
+
+    @property
+    def prompt_tokens(self) -> int:
+        return next(answers[0].prompt_tokens for answers in self.rows.values())
 
     @property
     def mistakes(self) -> list[str]:
@@ -85,7 +101,7 @@ class Report(msgspec.Struct, kw_only=True):
                     found.append(f"{where}: {came_from} of {local.tokens_reused:,} that were there{why}")
                 elif answer.text != local.text:
                     found.append(f"{where}: {answer.text!r} is not what the engine's own prefix hit gives: {local.text!r}")
-        return sorted(found)
+        return sorted(found) + pairs.mistakes(self.pairs, self.own, QUESTIONS)
 
     @property
     def correct(self) -> bool:
@@ -94,20 +110,32 @@ class Report(msgspec.Struct, kw_only=True):
     def to_json(self) -> dict[str, Any]:
         """The first question's runs."""
         runs = [
-            Run(name=name, ttft_s=a[0].ttft_s, tokens_reused=a[0].tokens_reused, tier=a[0].tier, text=a[0].text)
-            for name, a in self.answers.items()
+            Run(
+                name=name,
+                ttft_s=a.ttft_s,
+                tokens_reused=a.tokens_reused,
+                tier=a.tier,
+                text=a.text,
+                load_s=a.load_s or None if name in self.pairs else None,
+            )
+            for name, (a, *_) in self.rows.items()
         ]
-        report = {"model": self.model, "prompt_tokens": self.local[0].prompt_tokens, "runs": msgspec.to_builtins(runs)}
+        report = {"model": self.model, "prompt_tokens": self.prompt_tokens, "runs": msgspec.to_builtins(runs)}
         return report | ({"left_out": self.left_out} if self.left_out else {})
 
 
-def run(model: str) -> Report:
-    """Run the demo, show its progress and the table on the terminal. Raises DemoFailed with one sentence."""
+def run(model: str, engines: Sequence[str] = (VLLM,)) -> Report:
+    """Run the demo, show its progress and the table on the terminal. With engines beside vLLM (keys of ENGINES) there is also a row for
+    each pair of them. Raises DemoFailed with one sentence."""
+    chosen = [ENGINES[name] for name in engines]
+    for engine in chosen:
+        if why := engine.missing():
+            raise DemoFailed(why)
     console = Console()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with _own_folder() as folder:
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            report = _Demo(model, folder.path, progress).run()
+            report = _Demo(model, folder.path, progress, chosen).run()
         folder.keep_logs = not report.correct
     _show(console, report)
     if folder.keep_logs:
@@ -116,13 +144,31 @@ def run(model: str) -> Report:
 
 
 class _Demo:
-    def __init__(self, model: str, folder: Path, progress: Progress) -> None:
-        self._model, self._folder, self._progress = model, folder, progress
-        self._task, self._begun = progress.add_task("", total=STEPS), 0
-        chapter = files(__package__).joinpath("text.txt").read_text(encoding="utf-8")
-        self._prompts = [f"Read this text.\n\n{chapter}\n\nQuestion: {question} Answer in a few words." for question in QUESTIONS]
+    def __init__(self, model: str, folder: Path, progress: Progress, engines: Sequence[Engine]) -> None:
+        self._model, self._folder, self._progress, self._engines = model, folder, progress, engines
+        self._with_vllm, self._paired = any(engine.name == VLLM for engine in engines), [e.name for e in engines] != [VLLM]
+        steps = VLLM_STEPS * self._with_vllm + pairs.steps(len(engines)) * self._paired
+        self._task, self._begun = progress.add_task("", total=steps), 0
+        self._chapter = files(__package__).joinpath("text.txt").read_text(encoding="utf-8")
+        self._prompts = self._questions("Read this text.")
+
+    def _questions(self, head: str) -> list[str]:
+        return [f"{head}\n\n{self._chapter}\n\nQuestion: {question} Answer in a few words." for question in QUESTIONS]
 
     def run(self) -> Report:
+        report = self._vllm() if self._with_vllm else Report(model=Path(self._model).name)
+        if self._paired:
+            node = DemoNode("pairs", self._folder, {})
+            report.pairs, report.own = pairs.run_pairs(
+                self._engines,
+                node,
+                lambda engine, name: Server(engine, self._model, self._folder / f"{name}.log", node.settings, node.hits),
+                self._step,
+                lambda name: self._questions(f"Read this text, which {name} knows."),
+            )
+        return report
+
+    def _vllm(self) -> Report:
         pool = {"master_server_address": "embedded", "global_segment_size": POOL_BYTES}
         node = DemoNode("demo", self._folder, {"ssd_path": str(self._folder / "ssd"), "ssd_size": DISK_BYTES, **pool})
         answers, left_out = {}, {}
@@ -179,7 +225,7 @@ class _Demo:
 
     def _engine(self, number: int, node: DemoNode) -> Server:
         self._step(f"Starting engine {number}")
-        return Server(self._model, self._folder / f"engine-{number}.log", node.settings)
+        return Server(ENGINES[VLLM], self._model, self._folder / f"engine-{number}.log", node.settings, node.hits)
 
     def _step(self, what: str) -> None:
         self._progress.update(self._task, description=what, completed=self._begun)
@@ -192,15 +238,15 @@ class _Demo:
 
 
 def _show(console: Console, report: Report) -> None:
-    title = f"{report.model}, a text of {report.local[0].prompt_tokens:,} tokens and {len(QUESTIONS)} questions about it"
+    title = f"{report.model}, a text of {report.prompt_tokens:,} tokens and {len(QUESTIONS)} questions about it"
     table = Table("", "first token", "reused", "from", "answer", title=title, title_justify="left")
     for number, question in enumerate(QUESTIONS):
         table.add_row("", "", "", "", question, style="bold")
-        for name, answers in report.answers.items():
+        for name, answers in report.rows.items():
             if number < len(answers):
                 answer = answers[number]
-                took, reused = f"{answer.ttft_s:.3f} s", f"{answer.tokens_reused:,}"
-                table.add_row(LABELS[name], took, reused, answer.tier, " ".join(answer.text.split()))
+                reused, text = f"{answer.tokens_reused:,}", " ".join(answer.text.split())
+                table.add_row(LABELS.get(name, name), _first_token(name, answer), reused, answer.tier, text)
         table.add_section()
     console.print(table)
     for name, why in report.left_out.items():
@@ -208,12 +254,30 @@ def _show(console: Console, report: Report) -> None:
     for mistake in report.mistakes:
         console.print(f"WRONG: {mistake}", style="bold red", markup=False)
     if report.correct:
+        _show_success(console, report)
+
+
+def _first_token(name: str, answer: Answer) -> str:
+    """Or how long the load took, where the engine computes hits anew."""
+    reader = ENGINES.get(name.partition("->")[2])
+    return f"loaded in {answer.load_s:.3f} s" if reader is not None and not reader.ttft_tells else f"{answer.ttft_s:.3f} s"
+
+
+def _show_success(console: Console, report: Report) -> None:
+    said = []
+    if report.answers:
         cold = report.answers["cold"][0].ttft_s
         sooner = [f"{cold / report.answers[name][0].ttft_s:.1f} times ({LABELS[name]})" for name in TIERS if name in report.answers]
-        console.print(
-            f"First token sooner: {', '.join(sooner)}. Every answer is the one that the engine gives from its own cache.",
-            highlight=False,
-        )
+        said.append(f"First token sooner: {', '.join(sooner)}. Every answer is the one that the engine gives from its own cache.")
+    if report.pairs:
+        said.append("WRITER->READER: every reader reused all full pages of what the writer had read.")
+    for name in sorted({name.partition("->")[2] for name in report.pairs}):
+        if not ENGINES[name].ttft_tells:
+            said.append(
+                f"{name} on a CPU computes the whole prompt anew for every hit, also one of its own; so its rows say how long loading took."
+            )
+    for text in said:
+        console.print(text, highlight=False)
 
 
 @dataclass

@@ -31,6 +31,7 @@ WRITTEN_S = 60.0
 RESTART_S = 60.0
 TIER_S = 30.0
 STOP_S = 15.0
+QUIET_S = 0.5
 _STEP_S = 0.05
 
 
@@ -45,6 +46,10 @@ class DemoNode:
         """Raises NodeUnavailable."""
         with NodeTool(self._paths, version=version("mooncake-kv")) as tool:
             return tool.stats()
+
+    def hits(self) -> dict[str, int]:
+        """Pages that it has handed out since it began, by tier."""
+        return {name: int(tier["hit_pages"]) for name, tier in self.stats()["tiers"].items()}
 
     def tier(self, name: str) -> str:
         """Wait until the tier has opened or says why not; the reason, "" if it works."""
@@ -66,6 +71,25 @@ class DemoNode:
             return bool(tier["pages_written"] >= pages and not tier["queued_bytes"])
 
         self._wait(WRITTEN_S, f"node {self._paths.name!r} has not written {pages} pages to {name}", written)
+
+    def pages(self) -> int:
+        """Pages that can be fetched; 0 of a node that does not run yet."""
+        try:
+            return int(self.stats()["pages"])
+        except NodeUnavailable:
+            return 0
+
+    def wait_stored(self, pages: int) -> None:
+        """Until the node has so many pages and gets no more: engines go on storing after an answer."""
+        seen, since = -1, 0.0
+
+        def quiet() -> bool:
+            nonlocal seen, since
+            if (now := int(self.stats()["pages"])) != seen:
+                seen, since = now, time.monotonic()
+            return seen >= pages and time.monotonic() - since > QUIET_S
+
+        self._wait(WRITTEN_S, f"node {self._paths.name!r} has not got {pages} pages", quiet)
 
     def restart(self) -> None:
         """End the node. The running engine starts the next one, empty, and this waits until all its processes have joined that and it

@@ -1,4 +1,7 @@
-"""One vLLM API server process for the demo, started with the command line that a user types."""
+"""One engine's API server process for the demo, started with the command line that a user types.
+
+Promises: every wait has a deadline and ends in DemoFailed; the process and what it started are gone after the context.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,28 +24,33 @@ from typing import Any, Self
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from .engines import NODE, PAGE_TOKENS, SERVED, Engine, Series
+
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 120.0
 MAX_TOKENS = 40
-_CACHED, _LOADED = "vllm:prompt_tokens_cached_by_source_total", "vllm:mooncake_kv_loaded_tokens_total"
-_REASONS = "vllm:mooncake_kv_no_load_total"
-_LABELS = {metric.removesuffix("_total"): label for metric, label in ((_CACHED, "source"), (_LOADED, "tier"), (_REASONS, "reason"))}
+RESET_TIMEOUT_S = 15.0
 
 
 class DemoFailed(Exception):
     """The demo cannot go on; the message is one sentence."""
 
 
+class _Refused(DemoFailed):
+    """The engine answered with an error."""
+
+
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """`ttft_s`: seconds from sending the request to the first character. `tokens_reused`: prompt tokens that were not computed.
-    `sources`: tokens by where their KV came from, by the counters of the connector ("dram", "ssd", "pool") and of vLLM ("engine": its own
-    prefix cache). `not_loaded`: why the connector loaded nothing, where it says so."""
+    `sources`: tokens by where their KV came from, by our counters ("dram", "ssd", "pool") and the engine's ("engine": its own prefix
+    cache). `load_s`: seconds of loading. `not_loaded`: why nothing was loaded, where the engine's metrics say so."""
 
     ttft_s: float
     prompt_tokens: int
     tokens_reused: int
     sources: dict[str, int]
     text: str
+    load_s: float = 0.0
     not_loaded: str = ""
 
     @property
@@ -52,24 +60,20 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Server:
-    """A context manager: the process runs inside it. Raises DemoFailed."""
+    """A context manager: the process runs inside it. Raises DemoFailed. `hits`: pages that the node has handed out, by tier."""
 
-    def __init__(self, model: str, log: Path, settings: Mapping[str, Any]) -> None:
-        self._model, self._log, self._settings = model, log, settings
+    def __init__(self, engine: Engine, model: str, log: Path, settings: Mapping[str, Any], hits: Callable[[], Mapping[str, int]]) -> None:
+        self._engine, self._model, self._log, self._settings, self._hits = engine, model, log, settings, hits
 
     def __enter__(self) -> Self:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self._model, "--served-model-name", "demo"]
-        command += ["--kv-connector", "mooncake", "--moon-cache-config", json.dumps(self._settings)]
-        # Blocks as long as our pages, so that the engine's own hit and ours have the same length.
-        command += ["--enforce-eager", "--block-size", "64", "--max-model-len", "4096", "--enable-prompt-tokens-details"]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, "--host", "127.0.0.1", "--port", str(port)],
-                env=environment(self._log.parent),
+                self._engine.command(self._model, self._settings, port),
+                env=environment(self._engine, self._log.parent),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -87,7 +91,7 @@ class Server:
 
     def ask(self, prompt: str, max_tokens: int = MAX_TOKENS) -> Answer:
         before = self._counts()
-        body = {"model": "demo", "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "temperature": 0}
+        body = {"model": SERVED, "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "temperature": 0}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         text, ttft, usage = "", None, None
         began = time.perf_counter()
@@ -106,8 +110,13 @@ class Server:
             raise DemoFailed(f"the engine gave no answer; see {self._log}")
         reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         grown = {key: count - before.get(key, 0) for key, count in self._counts().items() if count > before.get(key, 0)}
-        sources = {label: int(tokens) for (metric, label), tokens in grown.items() if metric == _LOADED}
-        if own := grown.get((_CACHED, "device")):
+
+        def of(series: Series | None) -> dict[str, float]:
+            return {label: count for (metric, label), count in grown.items() if series is not None and metric == series.metric}
+
+        engine = self._engine
+        sources = {tier: int(tokens) for tier, tokens in of(engine.loaded).items()}
+        if own := sum(of(engine.own).get(value, 0) for value in engine.own_values):
             sources["engine"] = int(own)
         return Answer(
             ttft_s=ttft,
@@ -115,21 +124,36 @@ class Server:
             tokens_reused=reused,
             sources=sources,
             text=text,
-            not_loaded=", ".join(label for metric, label in grown if metric == _REASONS),
+            load_s=of(engine.load_us).get(engine.load_value, 0) / 1e6,
+            not_loaded=", ".join(of(engine.no_load)),
         )
 
     def reset(self) -> None:
-        """Empty the engine's own prefix cache; the node keeps what it has."""
-        with self._open("/reset_prefix_cache", {}) as reply:
-            if not json.load(reply)["success"]:
+        """Empty the engine's own prefix cache; the node keeps what it has. An engine refuses while it is still busy with what has been
+        answered."""
+        deadline = time.monotonic() + RESET_TIMEOUT_S
+        while self._engine.reset_path:
+            with suppress(_Refused), self._open(self._engine.reset_path, {}) as reply:
+                text = reply.read().decode(errors="replace")
+                if '"success":false' not in text.replace(" ", ""):
+                    return
+            if time.monotonic() > deadline:
                 raise DemoFailed(f"the engine did not reset its prefix cache; see {self._log}")
+            time.sleep(0.1)
 
     def _counts(self) -> dict[tuple[str, str], float]:
-        """(metric, label) -> count, of cached tokens by source, loaded ones by tier, and requests that loaded nothing by reason."""
+        """(metric, label) -> count, of the series that the engine names."""
+        engine = self._engine
+        if engine.loaded == NODE:
+            return {(NODE.metric, tier): pages * PAGE_TOKENS for tier, pages in self._hits().items()}
+        labels = {series.metric: series.label for series in (engine.loaded, engine.own, engine.load_us, engine.no_load) if series}
+        counts: dict[tuple[str, str], float] = defaultdict(float)
         with self._open("/metrics") as reply:
-            families = list(text_string_to_metric_families(reply.read().decode()))
-        samples = [s for family in families for s in family.samples if family.name in _LABELS]
-        return {(s.name, s.labels[_LABELS[s.name.removesuffix("_total")]]): s.value for s in samples if s.name.endswith("_total")}
+            for family in text_string_to_metric_families(reply.read().decode()):
+                for sample in family.samples:
+                    if sample.name == f"{family.name}_total" and (label := labels.get(family.name)):
+                        counts[family.name, sample.labels.get(label, "")] += sample.value
+        return counts
 
     def _open(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -137,7 +161,7 @@ class Server:
         try:
             return urllib.request.urlopen(request, timeout=timeout_s)
         except urllib.error.HTTPError as error:
-            raise DemoFailed(
+            raise _Refused(
                 f"the engine answered {path} with {error.code}: {error.read(500).decode(errors='replace')}; see {self._log}"
             ) from None
         except OSError as error:
@@ -166,11 +190,8 @@ class Server:
         self._process.wait(10)
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """This process's, without cache settings that the demo's own would contradict. The VLLM_CPU variables matter on CPUs only: there a
-    connector makes vLLM keep one more core free unless the cores are named. The node and what vLLM leaves behind go into `folder`."""
+def environment(engine: Engine, folder: Path) -> dict[str, str]:
+    """This process's, without cache settings that the demo's own would contradict. The node and what engines leave behind go into
+    `folder`."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith("MOONCAKE_") or k.startswith("MOONCAKE_KV_")}
-    cores = sorted(os.sched_getaffinity(0))
-    defaults = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_NO_USAGE_STATS": "1"}
-    # The development mode adds /reset_prefix_cache.
-    return {**defaults, **ours, "TMPDIR": str(folder), "XDG_RUNTIME_DIR": str(folder), "VLLM_SERVER_DEV_MODE": "1"}
+    return {**engine.environment(), **ours, "TMPDIR": str(folder), "XDG_RUNTIME_DIR": str(folder)}

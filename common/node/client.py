@@ -56,8 +56,9 @@ MIN_CREDITS = 16
 
 class NodeClient:
     """One half of an engine's connector. `engine` names the engine instance, alike in all its halves. `credits`: slots to hold ahead
-    (scheduler; 0: from the configuration, or automatic). `spawn`: start a node where none runs. `on_map(extent, address, size)` is called
-    on the client's thread when memory was mapped, `on_unmap(address, size)` before it is removed."""
+    (scheduler; 0: from the configuration, or automatic). `host_pool_bytes`: see protocol.Hello. `spawn`: start a node where none runs.
+    `on_map(extent, address, size)` is called on the client's thread when memory was mapped, `on_unmap(address, size)` before it is
+    removed."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class NodeClient:
         engine: str,
         role: Literal["scheduler", "worker"],
         credits: int = 0,
+        host_pool_bytes: int = 0,
         spawn: bool = True,
         on_map: OnMap | None = None,
         on_unmap: Callable[[int, int], None] | None = None,
@@ -77,6 +79,7 @@ class NodeClient:
         self._engine = engine
         self._role = role
         self._wanted = credits
+        self._host_pool_bytes = host_pool_bytes
         self._spawn = spawn
         self._on_map = on_map
         self._on_unmap = on_unmap
@@ -384,6 +387,7 @@ class NodeClient:
             key=trailer_key(config.pool_secret),
             settings=settings,
             sources=sources,
+            host_pool_bytes=self._host_pool_bytes,
         )
         wire = Wire(connection)
         welcome, rest = greet(wire, hello, config.node, lambda: self._stopping)

@@ -110,6 +110,7 @@ _GAUGES = {
     "sealing": "Pages waiting to be sealed or being sealed",
     "clients": "Connected clients of engines",
     "engines": "Engines with a connected client",
+    "host_pool_bytes": "Bytes of connected engines' own host memory in which they keep pages too (SGLang)",
     "unsent_bytes": "Bytes that clients have not read yet",
     "uptime_s": "Seconds since the node started",
 }

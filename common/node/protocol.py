@@ -28,7 +28,7 @@ from typing import Literal
 import msgspec
 
 MAJOR = 1
-MINOR = 1
+MINOR = 2
 MAX_FRAME = 16 << 20
 HASH_BYTES = 32
 SLOT_SHIFT = 40
@@ -48,7 +48,8 @@ class Hello(Message, tag=True, kw_only=True):
     """First message of a connection. `namespace` is the msgpack of a KVNamespace (empty for a tool), from which the node derives the page
     layout; `digest` is its digest as the client computed it, keyed if a pool secret is set, and `key` then keys the trailers of its pages
     (the node does not learn the secret itself).
-    `settings` are the node settings this client was configured with, `sources` says for each where it came from."""
+    `settings` are the node settings this client was configured with, `sources` says for each where it came from. `host_pool_bytes`: memory
+    of its own that this client's process keeps such pages in, for `stats` only."""
 
     major: int
     minor: int
@@ -61,6 +62,7 @@ class Hello(Message, tag=True, kw_only=True):
     key: bytes = b""
     settings: dict[str, int | float | str | bool] = {}
     sources: dict[str, str] = {}
+    host_pool_bytes: int = 0
 
 
 class Mapped(Message, tag=True):

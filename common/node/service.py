@@ -139,7 +139,7 @@ class Service:
                 f"node {self._name!r} (version {self._version}) speaks protocol {protocol.MAJOR}.{protocol.MINOR}, this client "
                 f"(version {message.version}) {message.major}.{message.minor}: stop the node (kill {os.getpid()}) and a new one will start"
             )
-        session = Session(connection, message.role, pid)
+        session = Session(connection, message.role, pid, message.host_pool_bytes)
         if message.role != "tool":
             session.engine = self._join(message)
         self._welcome(session, message)
@@ -420,6 +420,7 @@ class Service:
             "reading": self._reader.readings,
             "clients": len(sessions),
             "engines": len(self._engines),
+            "host_pool_bytes": sum(session.host_pool_bytes for session in sessions),
             "unsent_bytes": sum(session.connection.queued_bytes for session in sessions),
         }
         tiers: dict[str, Stats] = {DRAM: {"pages": pages, "bytes": page_bytes, "limit_bytes": arena.budget}}

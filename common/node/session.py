@@ -54,12 +54,13 @@ class Session:
     """One client. `granted` are its nameless slots, None or what is committed of them so far; `reserved` those it asked for by name and
     still may write to; `runs` its fetches that hold leases, by request number;
     `sealing` counts the pages it has
-    committed that are not visible yet; `chains` is what it is expected to store."""
+    committed that are not visible yet; `chains` is what it is expected to store. `host_pool_bytes`: see Hello."""
 
-    def __init__(self, connection: Connection, role: Role, pid: int) -> None:
+    def __init__(self, connection: Connection, role: Role, pid: int, host_pool_bytes: int = 0) -> None:
         self.connection = connection
         self.role = role
         self.pid = pid
+        self.host_pool_bytes = host_pool_bytes
         self.generation = 0
         self.want = 0
         self.granted: dict[int, Partial | None] = {}

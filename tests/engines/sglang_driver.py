@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +58,10 @@ class Driver:
             time.sleep(0.05)
         return True
 
-    def call(self, target: str, arguments: Json) -> Any:
-        """`module:function(engine, **arguments)`, for what a single test needs from inside the engine's launcher process."""
-        module, _, name = target.partition(":")
-        return getattr(import_module(module), name)(self.engine, **arguments)
-
 
 def _arguments(request: Json) -> Json:
     sampling = {"temperature": 0, **request.get("sampling", {})}
-    more = {key: request[key] for key in ("cache_salt", "extra_key") if request.get(key) is not None}
+    more = {key: request[key] for key in ("cache_salt", "extra_key", "lora_path") if request.get(key) is not None}
     return {"input_ids": request["ids"], "sampling_params": sampling, **more}
 
 

@@ -65,6 +65,7 @@ def process(hf_config: Any, model_path: str, *, layers: int, heads: int) -> dict
         "spec": SimpleNamespace(speculative_algorithm=None),
         "lora": SimpleNamespace(enable_lora=False),
         "device": SimpleNamespace(device="cpu"),
+        "observability": SimpleNamespace(extra_metric_labels=None),
         "memory": SimpleNamespace(hicache_storage_backend="mooncake", hicache_storage_backend_extra_config='{"kind": "Store"}'),
     }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_kv.common.demo import Report
+from mooncake_kv.common.demo import QUESTIONS, DemoFailed, Report, engines, run
 from mooncake_kv.common.demo.server import Answer
 from tests.conftest import processes_of, wait_for_end
 
@@ -28,18 +28,41 @@ def test_demo(runtime_dir: Path, tmp_path: Path) -> None:
     report = json.loads(file.read_text())
     assert report.keys() == {"model", "prompt_tokens", "runs"}
     assert 2500 < report["prompt_tokens"] < 3500
-    assert [run["name"] for run in report["runs"]] == ["cold", "reset", "new_engine", "ssd", "pool"]
-    assert all(run.keys() == {"name", "ttft_s", "tokens_reused", "tier", "text"} for run in report["runs"])
+    assert [entry["name"] for entry in report["runs"]] == ["cold", "reset", "new_engine", "ssd", "pool"]
+    assert all(entry.keys() == {"name", "ttft_s", "tokens_reused", "tier", "text"} for entry in report["runs"])
     cold, *loaded = report["runs"]
     assert (cold["tokens_reused"], cold["tier"]) == (0, "none")
-    assert [run["tier"] for run in loaded] == ["dram", "dram", "ssd", "pool"]
-    for run in loaded:
-        assert run["tokens_reused"] == report["prompt_tokens"] // 64 * 64
-        assert run["ttft_s"] < cold["ttft_s"] or run["tier"] != "dram", "times are for the benchmarks, but memory is ten times as fast"
-    assert len({run["text"] for run in loaded}) == 1
+    assert [entry["tier"] for entry in loaded] == ["dram", "dram", "ssd", "pool"]
+    for entry in loaded:
+        assert entry["tokens_reused"] == report["prompt_tokens"] // 64 * 64
+        assert entry["ttft_s"] < cold["ttft_s"] or entry["tier"] != "dram", "times are for the benchmarks, but memory is ten times as fast"
+    assert len({entry["text"] for entry in loaded}) == 1
     assert "DRINK ME" in loaded[0]["text"]
     assert not list(runtime_dir.glob("mooncake-kv-demo-*"))
     assert not processes_of(runtime_dir), "its engines and its node are gone"
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_demo_of_three_engines(runtime_dir: Path, tmp_path: Path) -> None:
+    file, names = tmp_path / "demo.json", ("sglang", "vllm", "lmdeploy")
+    command = [str(Path(sys.executable).with_name("mooncake-kv")), "demo", "--json", str(file), "--engines", ",".join(names)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env={**os.environ, "TMPDIR": str(runtime_dir)})
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(file.read_text())
+    pairs = {entry["name"]: entry for entry in report["runs"] if "->" in entry["name"]}
+    assert list(pairs) == [f"{writer}->{reader}" for writer in names for reader in names]
+    cold = report["runs"][0]
+    for name, entry in pairs.items():
+        assert (entry["tokens_reused"], entry["tier"]) == (report["prompt_tokens"] // 64 * 64, "dram")
+        if not name.endswith("->lmdeploy"):
+            assert 0 < entry["load_s"] < 1
+        assert "DRINK ME" in entry["text"]
+        if not name.endswith("->sglang"):
+            assert entry["ttft_s"] < cold["ttft_s"]
+    assert "loaded in" in done.stdout and "computes the whole prompt anew" in " ".join(done.stdout.split())
+    assert not list(runtime_dir.glob("mooncake-kv-demo-*"))
+    assert not processes_of(runtime_dir), "its engines and its nodes are gone"
 
 
 @pytest.mark.timeout(240)
@@ -82,6 +105,28 @@ def test_a_row_from_another_tier_than_it_says_is_a_mistake() -> None:
         answer = Answer(ttft_s=1.0, prompt_tokens=100, tokens_reused=64, sources=sources, text=text)
         report = Report(model="m", local=[local] * 3, answers={"ssd": [answer] * 3})
         assert len(report.mistakes) == 3, sources
+
+
+def test_a_pair_that_reuses_less_or_answers_otherwise_is_a_mistake() -> None:
+    def answer(reused: int, text: str = "t", **sources: int) -> Answer:
+        return Answer(ttft_s=1.0, prompt_tokens=129, tokens_reused=reused, sources=sources, text=text)
+
+    own = {"a": [answer(128)] * 3, "b": [answer(128)] * 3}
+    good, other_text = answer(128, dram=128), answer(128, "u", dram=128)
+    assert Report(model="m", pairs={"a->b": [other_text] * 3, "a->a": [good] * 3}, own=own).correct, "engines differ by rounding"
+    for pair, wrong in {"a->b": answer(64, dram=128), "b->a": answer(128, dram=64, engine=64), "b->b": other_text}.items():
+        report = Report(model="m", pairs={pair: [good, wrong, good]}, own=own)
+        assert len(report.mistakes) == 1 and report.mistakes[0].startswith(f"{pair}, {QUESTIONS[1]!r}")
+
+
+def test_an_engine_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: None if name == "sglang" else object())
+    with pytest.raises(DemoFailed, match="sglang is not installed"):
+        run("model", ["vllm", "sglang"])
+    monkeypatch.setattr(engines, "find_spec", lambda name: object())
+    monkeypatch.setattr(engines, "entry_points", lambda group: ())
+    with pytest.raises(DemoFailed, match="sglang does not run on a CPU by itself"):
+        run("model", ["sglang"])
 
 
 def test_a_model_that_is_not_there(runtime_dir: Path) -> None:

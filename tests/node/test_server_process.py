@@ -224,7 +224,10 @@ def test_messages_before_hello_and_from_tools_are_refused(node: NodeProcess) -> 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"major": 2, "version": "9.9"}, "speaks protocol 1.1, this client (version 9.9) 2.1: stop the node (kill "),
+        (
+            {"major": 2, "version": "9.9"},
+            f"speaks protocol 1.{protocol.MINOR}, this client (version 9.9) 2.{protocol.MINOR}: stop the node (kill ",
+        ),
         ({"namespace": b"junk"}, "not a KV namespace"),
         ({"digest": "short"}, "is no namespace digest"),
         ({"engine": ""}, "does not name its engine"),
