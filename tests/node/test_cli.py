@@ -105,9 +105,9 @@ def test_the_same_name_twice(node: subprocess.Popen[str]) -> None:
         (["node", "run", "a", "--moon-cache-config", '{"node": "b"}'], ["'a'", "'b'", "--moon-cache-config"]),
         (["node", "run", "../up"], ["../up"]),
         (["status", "a/b"], ["a/b"]),
-        (["demo", "--model", "m", "--engines", "vllm,sglan"], ["--engines", "'sglan'", "vllm, sglang"]),
         (["status", ""], ["''"]),
         (["node", "stop", ""], ["''"]),
+        (["demo", "--model", "m", "--engines", "vllm,sglan"], ["--engines", "'sglan'", "vllm, sglang"]),
     ],
 )
 def test_mistakes_are_one_sentence(runtime_dir: Path, words: list[str], parts: list[str]) -> None:
