@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-FOLDERS = ("common", "connectors", "vllm_plugin", "sglang_plugin")
+FOLDERS = ("common", "connectors", "vllm_plugin", "sglang_plugin", "lmdeploy_plugin")
 PACKAGES = [f"mooncake_kv.{name}" for folder in FOLDERS for name in (folder, *(f"{folder}.{sub}" for sub in find_packages(folder)))]
 VLLM = "vllm>=0.32,<0.33"
 MOONCAKE = "0.3.13.post1"
@@ -48,5 +48,7 @@ setup(
         "console_scripts": ["mooncake-kv = mooncake_kv.common.cli:app"],
         "vllm.general_plugins": ["mooncake_kv = mooncake_kv.vllm_plugin:register"],
         "sglang.srt.plugins": ["mooncake_kv = mooncake_kv.sglang_plugin:register"],
+        # LMDeploy loads no plugins; PyTorch calls this at the end of `import torch`, in every program.
+        "torch.backends": ["mooncake_kv = mooncake_kv.lmdeploy_plugin.autoload:load"],
     },
 )

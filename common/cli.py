@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,9 @@ import typer
 if TYPE_CHECKING:
     from .config import CacheConfig
     from .node.paths import NodePaths
+
+# LMDeploy finds the plugin only where PyTorch may load extensions.
+TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Keeps and shares the KV cache of LLM engines."
@@ -40,7 +44,7 @@ def _errors_as_sentences() -> Iterator[None]:
 
     try:
         yield
-    except (ConfigError, NodeUnavailable) as error:
+    except (ConfigError, NodeUnavailable, OSError) as error:
         typer.echo(f"mooncake-kv: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
 
@@ -106,6 +110,8 @@ def status(name: Name = None, as_json: Json = False) -> None:
             console.print("No node is running. Engines start one when they need it.")
         for about in found:
             _print_status(console, about)
+        if os.environ.get(TORCH_AUTOLOAD, "1") != "1" and find_spec("lmdeploy"):
+            console.print(f"{TORCH_AUTOLOAD}={os.environ[TORCH_AUTOLOAD]}: LMDeploy, started like this, does not see mooncake-kv.")
     if not found or not all(about["running"] for about in found):
         raise typer.Exit(1)
 
@@ -117,7 +123,10 @@ def demo(
         typer.Option(help="Folder or name of the chat model to serve; `make setup` brings a small one.", show_default=False),
     ] = None,
     engines: Annotated[
-        str, typer.Option(metavar="NAMES", help="vllm, or several engines (vllm,sglang): then each also answers from the others' pages.")
+        str,
+        typer.Option(
+            metavar="NAMES", help="vllm, or several engines (vllm,sglang,lmdeploy): then each also answers from the others' pages."
+        ),
     ] = "vllm",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there as JSON.", show_default=False)
@@ -172,6 +181,7 @@ def _version() -> str:
 def _print_status(console: Any, about: dict[str, Any]) -> None:
     """One table; counters that are still zero are left out."""
     from rich.table import Table
+    from rich.text import Text
 
     stats = about.get("stats", {})
     rows = {key: str(about[key]) for key in ("folder", "pid", "version", "reason") if key in about}
@@ -187,7 +197,7 @@ def _print_status(console: Any, about: dict[str, Any]) -> None:
         }
     table = Table(title=f"Node {about['node']!r}", title_justify="left", show_header=False)
     for key, value in rows.items():
-        table.add_row(key, value)
+        table.add_row(key, Text(value))
     console.print(table)
     if about["running"]:
         _print_tiers(console, stats["tiers"])

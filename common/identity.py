@@ -19,7 +19,8 @@ from .secret import Secret
 SCHEMA = 1
 LAYOUT_MHA = "layer,kv,token,head,dim"
 LAYOUT_MLA = "layer,token,dim"
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
+# int8 and int4 are bytes of packed values and of the scales and zero points behind them: dims count these bytes.
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1, "int4": 1}
 # An object smaller than this is dominated by the cost per object of the slow tiers (TCP: 45-70 us a fragment).
 MIN_OBJECT_BYTES = 1 << 20
 MAX_PAGE_BYTES = 1 << 34

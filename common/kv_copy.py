@@ -44,13 +44,15 @@ class Plane(NamedTuple):
 
     `array` (numpy, or torch for memory that numpy cannot address) has shape [layers, blocks, block_size, heads, *dims] and any strides.
     With `tile` > 1 the token axis does not have one stride: [layers, blocks, block_size / tile, tile, heads, *dims]. Its items are
-    unsigned integers (torch: signed) of the KV dtype's size or a multiple of it; `dims` flattened is the head's vector, in order.
+    unsigned integers (torch: signed) of the KV dtype's size or a multiple of it; `dims` flattened is the head's vector, in order, or the
+    part of it that begins at item `start`.
     """
 
     component: int  # 0: K or latent, 1: V
     first_layer: int  # of the rank
     array: Any
     tile: int = 1
+    start: int = 0
 
 
 class Run(NamedTuple):
@@ -159,6 +161,7 @@ class PagedKVView:
                     array = array[(*[SLICE] * axis, slice(piece.rank_heads.start, last.rank_heads.stop))]
                     array = array.reshape(*array.shape[:axis], groups, -1, *array.shape[axis + 1 :])
                     view = page[_within(layers, piece.rank_layers.start), plane.component].view(_dtype(array))
+                    view = view[..., plane.start : plane.start + math.prod(array.shape[axis + 2 :])]
                     view = view.reshape(*view.shape[:-1], *array.shape[axis + 2 :])
                     shape = (*view.shape[:2], groups, *view.shape[2:])
                     strides = (*view.strides[:2], distance, *view.strides[2:])

@@ -119,24 +119,37 @@ def sglang_host(kv_buffer: Any, layout: str, *, mla: bool = False) -> PagedKVVie
     return PagedKVView(planes, [kv_buffer], head_dim=kv_buffer.shape[-1], item_bytes=kv_buffer.itemsize, mla=mla)
 
 
-def lmdeploy_rows(rows: Sequence[Any], block_size: int, num_heads: int, head_dim: int, item_bytes: int, mla: bool = False) -> PagedKVView:
+def lmdeploy_rows(
+    rows: Sequence[Any], block_size: int, num_heads: int, head_dim: int, item_bytes: int, mla: bool = False, scale_bytes: int = 0
+) -> PagedKVView:
     """LMDeploy's cache pool: one uint8 tensor [blocks, row bytes] per layer, in layer order.
 
-    A row is K [block tokens, heads, dim], then V, each aligned to 256 bytes; what follows (scales of quantised caches) is not touched.
-    MLA: K alone, with 1 head of latent plus RoPE dims.
+    A row is K [block tokens, heads, dim], then V, each aligned to 256 bytes. MLA: K alone, with 1 head of latent plus RoPE dims. Quantised
+    KV (`item_bytes` 1): then K's scales and zero points [block tokens, heads, `scale_bytes`] and V's, aligned alike; the view's head vector
+    is the `head_dim` bytes of values followed by them.
     """
     size = block_size * num_heads * head_dim * item_bytes
-    offset = math.ceil(size / LMDEPLOY_ALIGNMENT) * LMDEPLOY_ALIGNMENT
-    if rows[0].itemsize != 1 or rows[0].shape[1] < (size if mla else offset + size):
+    offset = _aligned(size)
+    scales = block_size * num_heads * scale_bytes
+    parts = [(0, 0, size, head_dim)] if mla else [(0, 0, size, head_dim), (1, offset, size, head_dim)]
+    if scale_bytes:
+        parts += [(0, 2 * offset, scales, scale_bytes), (1, 2 * offset + _aligned(scales), scales, scale_bytes)]
+    end = max(start + length for _, start, length, _ in parts)
+    if rows[0].itemsize != 1 or rows[0].shape[1] < end:
         raise UnsupportedError(
             f"LMDeploy's KV rows have {rows[0].shape[1]} items of {rows[0].itemsize} bytes: no room for K and V of {size} bytes each"
         )
     planes = []
     for first_layer, array in stack_layers(rows):
-        for component, start in enumerate((0,) if mla else (0, offset)):
-            part = _as_items(array[:, :, start : start + size], item_bytes)
-            planes.append(Plane(component, first_layer, part.reshape(*array.shape[:2], block_size, num_heads, head_dim)))
-    return PagedKVView(planes, rows, head_dim=head_dim, item_bytes=item_bytes, mla=mla)
+        for number, (component, start, length, dim) in enumerate(parts):
+            part = _as_items(array[:, :, start : start + length], item_bytes)
+            part = part.reshape(*array.shape[:2], block_size, num_heads, dim)
+            planes.append(Plane(component, first_layer, part, start=head_dim if number > 1 else 0))
+    return PagedKVView(planes, rows, head_dim=head_dim + scale_bytes, item_bytes=item_bytes, mla=mla)
+
+
+def _aligned(size: int) -> int:
+    return math.ceil(size / LMDEPLOY_ALIGNMENT) * LMDEPLOY_ALIGNMENT
 
 
 def _check_blocks(tokens: int, block_size: int) -> None:

@@ -289,7 +289,8 @@ class Soak:
     def _judge(self, prompts: Sequence[tuple[str, list[int]]], results: Sequence[Result]) -> None:
         outputs = {r.id.partition("/")[0]: r.output for r in results}
         pairs = [(ids, outputs[name]) for name, ids in prompts if name in outputs]
-        with PageReader(self._space, self._settings) as reader:
+        # Patient: this process shares the cores with the engine, and a late answer is no fault here.
+        with PageReader(self._space, {**self._settings, "fetch_timeout_ms": 10000}) as reader:
             judged = self._engine.judge(reader, pairs)
         self.found["pages_judged"] += judged.pages
         self.found["pages_missing"] += judged.missing

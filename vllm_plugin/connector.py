@@ -28,7 +28,7 @@ from ..common.identity import trailer_key
 from ..common.node.client import NodeClient
 from ..common.page import PageLayout
 from ..connectors.calls import CallTimes, timed
-from ..connectors.store import Plan, Report, SchedulerHalf, WorkerHalf
+from ..connectors.store import Plan, Report, SchedulerHalf, WorkerHalf, setup
 from . import adapters, compat
 from .facts import namespace_of, rank_of
 from .media import processing_identity
@@ -46,13 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mooncake_kv.vllm")
 
-# KV bytes that one step loads at most on each rank, while running requests wait: 20 to 40 ms of copying on a CPU, 10 ms over PCIe 5.
-CPU_LOAD_STEP = 128 << 20
-GPU_LOAD_STEP = 512 << 20
-# How long an engine's start waits for the node; without it the engine starts all the same and the cache joins later.
-NODE_START_S = 15.0
-# Beyond that, one socket's memory bandwidth is used up (two threads give 1.7 to 2 times one).
-MAX_COPY_THREADS = 8
 # What vLLM calls the tiers that loads come from.
 _SOURCES = {"dram": CacheHitSource.HOST, "ssd": CacheHitSource.DISK, "pool": CacheHitSource.P2P}
 
@@ -113,46 +106,24 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._layout = PageLayout(self._namespace, trailer_key(self.config.pool_secret))
         scheduler = role == KVConnectorRole.SCHEDULER
-        self._client = NodeClient(
+        self._client = setup.start_client(
             self.config,
             self._namespace,
             engine=str(transfer.engine_id),
             role="scheduler" if scheduler else "worker",
-            credits=self._credits() if scheduler else 0,
+            credits=setup.credits_of(self.config, self._layout, vllm_config.scheduler_config.max_num_batched_tokens) if scheduler else 0,
         )
-        self._client.start()
-        if not self._client.wait_ready(NODE_START_S):
-            logger.warning("the engine starts without the cache, which joins when it can: %s", self._client.reason)
         if scheduler:
             self._processing = processing_identity(vllm_config)
-            self._scheduler = SchedulerHalf(
+            self._scheduler = setup.scheduler_half(
                 self._client,
-                self._namespace.digest(self.config.pool_secret),
-                page_tokens=self._namespace.page_tokens,
+                self.config,
+                self._layout,
                 block_tokens=vllm_config.cache_config.block_size,
                 ranks=vllm_config.parallel_config.world_size,
-                slot_bytes=self._layout.slot_bytes,
-                window_bytes=self.config.staging_window,
-                save_decode=self.config.save_decode,
-                checked_on_load=self._verifies(current_platform.is_cpu()),
-                load_step_bytes=self._load_step_bytes(),
+                on_cpu=current_platform.is_cpu(),
             )
             logger.info("mooncake-kv serves namespace %s (node %r)", self._namespace.digest(self.config.pool_secret), self.config.node)
-
-    def _verifies(self, on_cpu: bool) -> bool:
-        """Does each worker check the pages that it loads? On a CPU that is free: what is checked is in the cache when it is copied."""
-        return on_cpu if self.config.verify_on_load == "auto" else self.config.verify_on_load == "true"
-
-    def _load_step_bytes(self) -> int:
-        """Of all ranks together."""
-        per_rank = self.config.load_step_bytes or (CPU_LOAD_STEP if current_platform.is_cpu() else GPU_LOAD_STEP)
-        return per_rank if self._namespace.mla else per_rank * self._vllm_config.parallel_config.world_size
-
-    def _credits(self) -> int:
-        """Slots kept ahead: what two steps can fill, so that a step never waits for the node to grant."""
-        if self.config.credits:
-            return max(1, self.config.credits // self._layout.slot_bytes)
-        return 2 * self._vllm_config.scheduler_config.max_num_batched_tokens // self._namespace.page_tokens + 32
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -259,25 +230,23 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
                 compat.require(compat.LORA)
                 adapters.watch(self.config.fingerprint)
             rank = rank_of(self._vllm_config, self._namespace)
-            view = view_of(self._vllm_config, kv_caches)
-            on_cpu = next(iter(kv_caches.values())).device.type == "cpu"
-            # As many threads as vLLM computes with on this rank: while it copies, it does not compute.
-            threads = min(MAX_COPY_THREADS, torch.get_num_threads()) if on_cpu else 1
-            bound = view.bind(self._layout, rank.first_layer, rank.first_head, threads=threads)
+            self._worker = setup.worker_half(
+                self._client,
+                self.config,
+                self._layout,
+                view_of(self._vllm_config, kv_caches),
+                first_layer=rank.first_layer,
+                first_head=rank.first_head,
+                writes=rank.writes,
+                block_tokens=self._vllm_config.cache_config.block_size,
+                on_cpu=next(iter(kv_caches.values())).device.type == "cpu",
+                threads=torch.get_num_threads(),
+                lacks=adapters.differ,
+            )
         except UnsupportedError as error:
             if self.config.on_unsupported != "disable":
                 raise
             self._unable = str(error)  # the scheduler logs it, once for all ranks
-            return
-        self._worker = WorkerHalf(
-            self._client,
-            bound,
-            self._layout,
-            block_tokens=self._vllm_config.cache_config.block_size,
-            writes=rank.writes,
-            verify=self._verifies(on_cpu),
-            lacks=adapters.differ,
-        )
 
     @timed
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -57,7 +57,7 @@ VLLM_STEPS = 9
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`tier`: where the reused tokens' KV came from ("none", "engine", "dram", "ssd", "pool"). `load_s`: in rows of two engines, how long
-    the reader took to load it."""
+    the reader took to load it, if it tells."""
 
     name: str
     ttft_s: float
@@ -116,7 +116,7 @@ class Report(msgspec.Struct, kw_only=True):
                 tokens_reused=a.tokens_reused,
                 tier=a.tier,
                 text=a.text,
-                load_s=a.load_s if name in self.pairs else None,
+                load_s=a.load_s or None if name in self.pairs else None,
             )
             for name, (a, *_) in self.rows.items()
         ]
@@ -162,7 +162,7 @@ class _Demo:
             report.pairs, report.own = pairs.run_pairs(
                 self._engines,
                 node,
-                lambda engine, name: Server(engine, self._model, self._folder / f"{name}.log", node.settings),
+                lambda engine, name: Server(engine, self._model, self._folder / f"{name}.log", node.settings, node.hits),
                 self._step,
                 lambda name: self._questions(f"Read this text, which {name} knows."),
             )
@@ -225,7 +225,7 @@ class _Demo:
 
     def _engine(self, number: int, node: DemoNode) -> Server:
         self._step(f"Starting engine {number}")
-        return Server(ENGINES[VLLM], self._model, self._folder / f"engine-{number}.log", node.settings)
+        return Server(ENGINES[VLLM], self._model, self._folder / f"engine-{number}.log", node.settings, node.hits)
 
     def _step(self, what: str) -> None:
         self._progress.update(self._task, description=what, completed=self._begun)

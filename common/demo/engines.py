@@ -29,18 +29,23 @@ class Series(NamedTuple):
     label: str
 
 
+# Not an engine's: the tokens that the node has handed out, by tier.
+NODE = Series("node", "tier")
+
+
 class Engine:
-    """What differs between engines. `loaded`: tokens loaded by us, by tier. `own`: tokens found in the engine's own cache, and the label's
-    values that mean so. `load_us`: microseconds of loading, and the label's value. `no_load`: requests that loaded nothing, by reason."""
+    """What differs between engines. `reset_path`: empties the engine's own cache, "" if it has none that would have to be. `loaded`: tokens
+    loaded by us, by tier. `own`: tokens found in the engine's own cache, and the label's values that mean so. `load_us`: microseconds of
+    loading, and the label's value. `no_load`: requests that loaded nothing, by reason. None: not counted, or too late."""
 
     name: str
     package: str
     reset_path: str
     loaded: Series
-    own: Series
-    own_values: tuple[str, ...]
-    load_us: Series
-    load_value: str
+    own: Series | None = None
+    own_values: tuple[str, ...] = ()
+    load_us: Series | None = None
+    load_value: str = ""
     no_load: Series | None = None
 
     def command(self, model: str, settings: Mapping[str, Any], port: int) -> list[str]:
@@ -114,7 +119,7 @@ class SGLang(Engine):
         return {"OMP_WAIT_POLICY": "PASSIVE"} if on_cpu() else {}
 
     def missing(self) -> str:
-        return super().missing() or _without_shims(self.name)
+        return super().missing() or _without_shims(self.name, "sglang.srt.plugins")
 
     @property
     def ttft_tells(self) -> bool:
@@ -122,7 +127,30 @@ class SGLang(Engine):
         return not on_cpu()
 
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (VLLM(), SGLang())}
+class LMDeploy(Engine):
+    """With its own prefix cache off, which is its default: it has no call that empties it. So what it answers when asked again comes from
+    our pages, too. Its server's metrics are ten seconds late; the node knows at once what it has handed out."""
+
+    name, package = "lmdeploy", "lmdeploy"
+    reset_path = ""
+    loaded = NODE
+
+    def command(self, model: str, settings: Mapping[str, Any], port: int) -> list[str]:
+        transfer = {"kv_connector": "mooncake", "kv_role": "kv_both", "kv_connector_extra_config": dict(settings)}
+        command = [str(Path(sys.executable).with_name("lmdeploy")), "serve", "api_server", model, "--model-name", SERVED]
+        command += ["--backend", "pytorch", "--kv-transfer-config", json.dumps(transfer), "--session-len", str(MAX_MODEL_LEN)]
+        if on_cpu():
+            command += ["--dtype", "bfloat16", "--eager-mode", "--num-gpu-blocks", str(2 * MAX_MODEL_LEN // PAGE_TOKENS)]
+        return [*command, "--server-name", "127.0.0.1", "--server-port", str(port)]
+
+    def environment(self) -> dict[str, str]:
+        return {"OMP_WAIT_POLICY": "PASSIVE", "MOONCAKE_KV_TEST_CUDA": "cpu"} if on_cpu() else {}
+
+    def missing(self) -> str:
+        return super().missing() or _without_shims(self.name, "torch.backends")
+
+
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (VLLM(), SGLang(), LMDeploy())}
 
 
 def on_cpu() -> bool:
@@ -133,7 +161,7 @@ def on_cpu() -> bool:
         return True
 
 
-def _without_shims(name: str) -> str:
-    if not on_cpu() or any(point.name == CPU_SHIMS for point in entry_points(group="sglang.srt.plugins")):
+def _without_shims(name: str, group: str) -> str:
+    if not on_cpu() or any(point.name == CPU_SHIMS for point in entry_points(group=group)):
         return ""
     return f"{name} does not run on a CPU by itself; `make demo` has what it lacks"

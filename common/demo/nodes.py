@@ -47,6 +47,10 @@ class DemoNode:
         with NodeTool(self._paths, version=version("mooncake-kv")) as tool:
             return tool.stats()
 
+    def hits(self) -> dict[str, int]:
+        """Pages that it has handed out since it began, by tier."""
+        return {name: int(tier["hit_pages"]) for name, tier in self.stats()["tiers"].items()}
+
     def tier(self, name: str) -> str:
         """Wait until the tier has opened or says why not; the reason, "" if it works."""
         found: dict[str, Any] = {}

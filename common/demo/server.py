@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ from typing import Any, Self
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from .engines import SERVED, Engine, Series
+from .engines import NODE, PAGE_TOKENS, SERVED, Engine, Series
 
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 120.0
@@ -60,10 +60,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Server:
-    """A context manager: the process runs inside it. Raises DemoFailed."""
+    """A context manager: the process runs inside it. Raises DemoFailed. `hits`: pages that the node has handed out, by tier."""
 
-    def __init__(self, engine: Engine, model: str, log: Path, settings: Mapping[str, Any]) -> None:
-        self._engine, self._model, self._log, self._settings = engine, model, log, settings
+    def __init__(self, engine: Engine, model: str, log: Path, settings: Mapping[str, Any], hits: Callable[[], Mapping[str, int]]) -> None:
+        self._engine, self._model, self._log, self._settings, self._hits = engine, model, log, settings, hits
 
     def __enter__(self) -> Self:
         with socket.socket() as probe:
@@ -132,7 +132,7 @@ class Server:
         """Empty the engine's own prefix cache; the node keeps what it has. An engine refuses while it is still busy with what has been
         answered."""
         deadline = time.monotonic() + RESET_TIMEOUT_S
-        while True:
+        while self._engine.reset_path:
             with suppress(_Refused), self._open(self._engine.reset_path, {}) as reply:
                 text = reply.read().decode(errors="replace")
                 if '"success":false' not in text.replace(" ", ""):
@@ -144,6 +144,8 @@ class Server:
     def _counts(self) -> dict[tuple[str, str], float]:
         """(metric, label) -> count, of the series that the engine names."""
         engine = self._engine
+        if engine.loaded == NODE:
+            return {(NODE.metric, tier): pages * PAGE_TOKENS for tier, pages in self._hits().items()}
         labels = {series.metric: series.label for series in (engine.loaded, engine.own, engine.load_us, engine.no_load) if series}
         counts: dict[tuple[str, str], float] = defaultdict(float)
         with self._open("/metrics") as reply:

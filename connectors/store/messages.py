@@ -33,8 +33,9 @@ class Load:
 
 @dataclass(slots=True)
 class Save:
-    """Copy whole pages from engine blocks into slots that have no name yet. `op` is unique within an engine; `weights` as in Load."""
+    """Copy whole pages from engine blocks into slots that have no name yet. `op` is unique within an engine; the rest as in Load."""
 
+    request_id: str
     op: int
     epoch: int
     generation: int

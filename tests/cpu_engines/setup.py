@@ -10,5 +10,6 @@ setup(
     entry_points={
         "vllm.general_plugins": ["mooncake_kv_cpu_engines = mooncake_kv_cpu_engines.vllm:register"],
         "sglang.srt.plugins": ["mooncake_kv_cpu_engines = mooncake_kv_cpu_engines.sglang:register"],
+        "torch.backends": ["mooncake_kv_cpu_engines = mooncake_kv_cpu_engines.lmdeploy:load"],
     },
 )

@@ -1,5 +1,5 @@
-"""Questions about one document: prompts that share their first 2,048 tokens (32 pages of 64) and end before the next page does; and a
-judge of answers that differ.
+"""Questions about one document, or one of several that differ from their first page on: prompts that share their first 2,048 tokens (32
+pages of 64) and end before the next page does; and a judge of answers that differ.
 
 Texts prove nothing where the KV comes from another engine: its rounding differs, and a close decision may fall the other way. So where two
 answers part, the reference in float32 says how close the decision was; measured at most 0.44 between engines (logits).
@@ -33,21 +33,31 @@ QUESTIONS = (
 
 
 @cache
-def prompts() -> tuple[list[int], ...]:
-    """Token ids, with the chat template of SmolLM2."""
+def messages(owner: str = "", shared: int = SHARED) -> tuple[str, ...]:
+    """What the user says, one for each question. Each owner has a document of its own, of a little less than `shared` tokens."""
+    chapter = tokenizer().encode(files("mooncake_kv.common.demo").joinpath("text.txt").read_text(encoding="utf-8"))
+    text = f"Read this text{f' of {owner}' if owner else ''}.\n\n{tokenizer().decode(chapter[: shared - 8])}"
+    return tuple(f"{text}\n\nQuestion: {question} Answer in a few words." for question in QUESTIONS)
+
+
+@cache
+def prompts(owner: str = "", shared: int = SHARED) -> tuple[list[int], ...]:
+    """Token ids of the messages, with the chat template of SmolLM2; the first `shared` are those of all of them."""
+    found = []
+    for message in messages(owner, shared):
+        chat: Any = tokenizer().apply_chat_template([{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False)
+        ids = tokenizer().encode(chat)
+        assert shared < len(ids) < shared + 64
+        found.append(ids)
+    assert len({tuple(ids[:shared]) for ids in found}) == 1
+    return tuple(found)
+
+
+@cache
+def tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
-    chapter = tokenizer.encode(files("mooncake_kv.common.demo").joinpath("text.txt").read_text(encoding="utf-8"))
-    found = []
-    for question in QUESTIONS:
-        text = f"Read this text.\n\n{tokenizer.decode(chapter[: SHARED - 8])}\n\nQuestion: {question} Answer in a few words."
-        chat: Any = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
-        ids = tokenizer.encode(chat)
-        assert SHARED < len(ids) < SHARED + 64
-        found.append(ids)
-    assert len({tuple(ids[:SHARED]) for ids in found}) == 1
-    return tuple(found)
+    return AutoTokenizer.from_pretrained(SMOLLM2)
 
 
 def gap_at_fork(prompt: Sequence[int], one: Sequence[int], other: Sequence[int]) -> float:

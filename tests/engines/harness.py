@@ -1,5 +1,5 @@
 """Real engines for tests: `Driven` (an engine in a child process), `Engine` (vLLM's LLM class) and `Server` (its OpenAI API on a loopback
-port). SGLang's are in sglang_harness.
+port). SGLang's are in sglang_harness, LMDeploy's in lmdeploy_harness.
 
 Promises: every wait has a deadline; when one passes, or the test ends, the engine's whole process group is ended. A node that the engine
 started is not in that group: the fixture `runtime_dir` stops it. What the engine printed is in `log`, and its end is in every error.
@@ -160,6 +160,10 @@ class Driven:
         """Run `module:function(engine, **arguments)` in the driver; what it returns comes back as JSON."""
         return self._ask(timeout_s, do="call", target=target, arguments=arguments)
 
+    def metrics(self) -> dict[str, float]:
+        """Of the driver's process."""
+        return dict(self._ask(30, do="metrics"))
+
     def stop(self, timeout_s: float = 30) -> None:
         """End the engine in order, so that pending saves get their chance; kill what is left after `timeout_s`."""
         try:
@@ -258,12 +262,12 @@ class Engine(Driven):
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         return bool(self._ask(30, do="reset_prefix_cache", reset_connector=reset_connector))
 
-    def metrics(self) -> dict[str, float]:
-        return dict(self._ask(30, do="metrics"))
-
 
 class HttpServer:
-    """A server that `command`, with an address at its end, starts on a free loopback port, and that is ready when /health answers."""
+    """A server that `command`, with an address at its end in two options called as in `address`, starts on a loopback port (a free one
+    unless given), and that is ready when `health` answers."""
+
+    health = "/health"
 
     def __init__(
         self,
@@ -272,10 +276,12 @@ class HttpServer:
         *,
         environment: Mapping[str, str] | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
+        address: tuple[str, str] = ("--host", "--port"),
+        port: int = 0,
     ) -> None:
-        self.port = free_port()
+        self.port = port or free_port()
         self.log = log
-        command = [*command, "--host", "127.0.0.1", "--port", str(self.port)]
+        command = [*command, address[0], "127.0.0.1", address[1], str(self.port)]
         began = time.monotonic()
         self._child = _Child(command, engine_environment(environment), log, pipes=False)
         try:
@@ -324,6 +330,9 @@ class HttpServer:
     def processes(self) -> list[psutil.Process]:
         return self._child._group()
 
+    def kill(self) -> None:
+        self._child.kill()
+
     def stop(self, timeout_s: float = 20) -> None:
         if self._child.process.poll() is None:
             self._child.process.send_signal(signal.SIGINT)
@@ -340,7 +349,7 @@ class HttpServer:
             if (code := self._child.process.poll()) is not None:
                 raise EngineError(f"the server ended with code {code}\n{self._child.tail()}")
             try:
-                self.get("/health", timeout_s=2)
+                self.get(self.health, timeout_s=2)
                 return
             except OSError:
                 time.sleep(0.2)

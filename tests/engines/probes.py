@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,33 +36,41 @@ CALLS = (
 _times: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
 
 
-def _run_delay_ns(fd: int) -> int:
-    return int(os.pread(fd, 64, 0).split()[1])
+_thread = threading.local()
+
+
+def _run_delay_ns() -> int:
+    if not hasattr(_thread, "schedstat"):
+        _thread.schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+    return int(os.pread(_thread.schedstat, 64, 0).split()[1])
 
 
 def install(llm: Any) -> None:
-    """Time every call of the connector on the engine's thread from now on. Once an engine."""
+    """Time every call of the connector from now on. Once an engine."""
     from mooncake_kv.vllm_plugin.connector import MooncakeKVConnector
 
-    # Opened on the engine's thread: in this mode the thread of all calls.
-    schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+    time_calls(MooncakeKVConnector, CALLS)
+
+
+def time_calls(connector: type, calls: Sequence[str]) -> None:
+    """Each on the thread that makes it."""
 
     def timed(name: str, method: Any) -> Any:
         @functools.wraps(method)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            delay, cpu, wall = _run_delay_ns(schedstat), time.thread_time_ns(), time.perf_counter_ns()
+            delay, cpu, wall = _run_delay_ns(), time.thread_time_ns(), time.perf_counter_ns()
             try:
                 return method(*args, **kwargs)
             finally:
                 wall = time.perf_counter_ns() - wall
                 cpu = time.thread_time_ns() - cpu
-                waited = wall - cpu - (_run_delay_ns(schedstat) - delay)
+                waited = wall - cpu - (_run_delay_ns() - delay)
                 _times[name].append((wall / 1e6, cpu / 1e6, max(0, waited) / 1e6))
 
         return wrapper
 
-    for name in CALLS:
-        setattr(MooncakeKVConnector, name, timed(name, getattr(MooncakeKVConnector, name)))
+    for name in calls:
+        setattr(connector, name, timed(name, getattr(connector, name)))
 
 
 def call_times(llm: Any) -> dict[str, dict[str, float]]:

@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +97,6 @@ class Driver:
                 return False
             time.sleep(0.05)
         return True
-
-    def call(self, target: str, arguments: Json) -> Any:
-        """`module:function(engine, **arguments)`, for what a single test needs from inside the engine's launcher process."""
-        module, _, name = target.partition(":")
-        return getattr(import_module(module), name)(self.engine, **arguments)
 
 
 def _arguments(request: Json) -> Json:

@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,13 @@ class Driver:
     """Keeps the engine; each public method is a command and returns what JSON can carry."""
 
     def __init__(self) -> None:
-        self.llm: Any = None
+        self.engine: Any = None
 
     def start(self, engine: Json) -> Json:
         started = time.monotonic()
         from vllm import LLM
 
-        self.llm = LLM(**engine)
+        self.engine = LLM(**engine)
         return {"start_s": time.monotonic() - started, "pid": os.getpid()}
 
     def run(self, requests: list[Json], reset_every: int = 0) -> list[Json]:
@@ -36,7 +35,7 @@ class Driver:
         `after_tokens` tokens; it is aborted once it has given `abort_after_tokens`, or the engine has made `abort_after_steps` since it
         began. Every `reset_every` steps (0: never) the prefix cache is reset, which preempts what is running. (vLLM complains when
         blocks are still in use then, as they may be with asynchronous scheduling and any connector; it has preempted all the same.)"""
-        engine = self.llm.llm_engine
+        engine = self.engine.llm_engine
         waiting = {r["id"]: r for r in requests}
         results: dict[str, Json] = {}
         ages: dict[str, int] = {}
@@ -66,14 +65,14 @@ class Driver:
                     result["finish"] = "abort"
             if reset_every and steps % reset_every == 0:
                 with suppress(RuntimeError):
-                    self.llm.reset_prefix_cache(reset_running_requests=True)
+                    self.engine.reset_prefix_cache(reset_running_requests=True)
             admit()
         return [_reported(results[r["id"]]) for r in requests]
 
     def traffic(self, requests: list[Json], seconds: float, at_once: int = 1) -> list[Json]:
         """Keep `at_once` requests going, taken from `requests` in turn, for so many seconds; then let them end. One result for each, with
         ids ID/0, ID/1, ..."""
-        engine = self.llm.llm_engine
+        engine = self.engine.llm_engine
         results: dict[str, Json] = {}
         until = time.perf_counter() + seconds
         while True:
@@ -96,36 +95,20 @@ class Driver:
         lora = LoRARequest(**request["lora"]) if request.get("lora") else None
         sampling = SamplingParams(temperature=0, output_kind=RequestOutputKind.CUMULATIVE, **request["sampling"])
         name, added = request["id"], time.perf_counter()
-        self.llm.llm_engine.add_request(name, prompt, sampling, lora_request=lora)
+        self.engine.llm_engine.add_request(name, prompt, sampling, lora_request=lora)
         return {"id": name, "output": [], "token_times": [], "cached": None, "finish": None, "added": added}
 
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         """vLLM refuses while blocks are in use, and those of a request whose last pages are saved are so for one more step."""
         deadline = time.monotonic() + RESET_S
-        while not self.llm.reset_prefix_cache(reset_connector=reset_connector):
+        while not self.engine.reset_prefix_cache(reset_connector=reset_connector):
             if time.monotonic() > deadline:
                 return False
-            core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+            core = getattr(self.engine.llm_engine.engine_core, "engine_core", None)
             if core is not None and core.scheduler.has_requests():
-                self.llm.llm_engine.step()  # nobody else makes steps here
+                self.engine.llm_engine.step()  # nobody else makes steps here
             time.sleep(0.01)
         return True
-
-    def metrics(self) -> dict[str, float]:
-        """Every sample of this process's Prometheus registry, `name{label="value",...}` -> value."""
-        from prometheus_client import REGISTRY
-
-        found = {}
-        for family in REGISTRY.collect():
-            for sample in family.samples:
-                labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
-                found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-        return found
-
-    def call(self, target: str, arguments: Json) -> Any:
-        """`module:function(llm, **arguments)`, for what a single test needs from inside the engine's process."""
-        module, _, name = target.partition(":")
-        return getattr(import_module(module), name)(self.llm, **arguments)
 
 
 def _note(outputs: list[Any], results: dict[str, Json]) -> None:
@@ -152,4 +135,4 @@ if __name__ == "__main__":
 
     driver = Driver()
     serve(driver)
-    driver.llm = None  # vLLM shuts its processes down when the engine is collected
+    driver.engine = None  # vLLM shuts its processes down when the engine is collected

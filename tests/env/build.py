@@ -115,7 +115,7 @@ def build_checkout(base: Path, overlay: Path) -> None:
         run(python, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-build-isolation", "-e", project, log=log)
     (overlay / "bin" / "ruff").symlink_to(base / "bin" / "ruff")
     # Beside our own commands; run by this interpreter, or they would not see this checkout.
-    for command in ("vllm", "sglang", "mooncake_master"):
+    for command in ("vllm", "sglang", "lmdeploy", "mooncake_master"):
         script = (base / "bin" / command).read_text().splitlines(keepends=True)
         (overlay / "bin" / command).write_text("".join([f"#!{python}\n", *script[1:]]))
         (overlay / "bin" / command).chmod(0o755)

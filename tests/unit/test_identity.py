@@ -118,7 +118,7 @@ HOSTILE: list[tuple[str, Any]] = [
     ("model", ""),
     ("model", "a" * 129),
     ("model", "a\nb"),
-    ("kv_dtype", "int8"),
+    ("kv_dtype", "int16"),
     ("page_tokens", 0),
     ("page_tokens", -64),
     ("page_tokens", 2**40),

@@ -81,7 +81,7 @@ def test_every_core_module_imports_without_engine_or_torch() -> None:
     assert not loaded & (ENGINES | HEAVY)
 
 
-@pytest.mark.parametrize("plugin", ["vllm_plugin", "sglang_plugin"])
+@pytest.mark.parametrize("plugin", ["vllm_plugin", "sglang_plugin", "lmdeploy_plugin", "lmdeploy_plugin.autoload"])
 def test_importing_a_plugin_imports_no_engine(plugin: str) -> None:
     loaded = modules_after(f"import mooncake_kv.{plugin}")
     assert not loaded & (ENGINES | HEAVY)

@@ -1,0 +1,153 @@
+"""Prefill and decode on different servers with nothing between them but the store: the way that docs/lmdeploy.md recommends.
+
+A router sends each request to the prefill server for one token and then, whatever came of that, to the decode server. Both are ordinary
+servers (LMDeploy's role is Hybrid) that save and load. Right answers are those that LMDeploy gives from its own prefix cache, up to forks
+where rounding decides (documents).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+import urllib.error
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http.client import HTTPException
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.engines.documents import MAX_GAP, gap_at_fork, messages, prompts, tokenizer
+from tests.engines.harness import ONE_THREAD, HttpServer, Server
+from tests.engines.lmdeploy_harness import LMDeployEngine, LMDeployServer
+from tests.models import SMOLLM2
+
+pytestmark = pytest.mark.timeout(900)
+
+SETTINGS = {"dram_size": "1gb", "fetch_timeout_ms": 10000, "fetch_deadline_ms": 20000}
+SHARED = 1024
+TOKENS = 12
+SEQUENTIAL, TOGETHER, KILLS = 3, 4, 2
+KINDS = ("vllm", "lmdeploy")
+
+
+class Answer(msgspec.Struct):
+    text: str
+    prompt: int
+    cached: int
+
+
+def owners(kind: str) -> list[str]:
+    """One for each request, so that no two share a page."""
+    return [f"{kind} {i}" for i in range(SEQUENTIAL + TOGETHER + 2 * KILLS)]
+
+
+def full(answer: Answer) -> int:
+    """Tokens of the full pages; the last token of a prompt is always computed."""
+    return (answer.prompt - 1) // 64 * 64
+
+
+def ask(server: HttpServer, owner: str, tokens: int = TOKENS) -> Answer:
+    body = {"model": "m", "messages": [{"role": "user", "content": messages(owner, SHARED)[0]}], "max_tokens": tokens, "temperature": 0}
+    reply = server.post("/v1/chat/completions", body)
+    details = reply["usage"].get("prompt_tokens_details") or {}
+    return Answer(reply["choices"][0]["message"]["content"], reply["usage"]["prompt_tokens"], details.get("cached_tokens") or 0)
+
+
+def start(kind: str, log: Path) -> HttpServer:
+    if kind == "lmdeploy":
+        return LMDeployServer(SMOLLM2, log, settings=SETTINGS)
+    arguments = ["--model", str(SMOLLM2), "--served-model-name", "m", "--kv-connector", "mooncake", "--block-size", "64", "--enforce-eager"]
+    arguments += ["--moon-cache-config", json.dumps(SETTINGS), "--max-model-len", "4096", "--enable-prompt-tokens-details"]
+    return Server(arguments, log, module=True, environment=ONE_THREAD)
+
+
+class Routed(msgspec.Struct):
+    """`prefill` is None where the prefill server gave no answer."""
+
+    prefill: Answer | None
+    decode: Answer
+
+
+def route(prefill: HttpServer, decode: HttpServer, owner: str) -> Routed:
+    first = None
+    with suppress(OSError, HTTPException, urllib.error.URLError):
+        first = ask(prefill, owner, 1)
+    return Routed(first, ask(decode, owner))
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    """Answers of an engine that has no cache but its own."""
+    found = {}
+    with LMDeployEngine(SMOLLM2, tmp_path_factory.mktemp("right") / "log", enable_prefix_caching=True) as engine:
+        for kind in KINDS:
+            for owner in owners(kind):
+                ids = prompts(owner, SHARED)[0]
+                engine.generate(ids, 1)
+                hit = engine.generate(ids, TOKENS)
+                assert hit.cached == SHARED
+                found[owner] = hit.output
+    return found
+
+
+@pytest.fixture(scope="module")
+def decode(module_runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    with start("lmdeploy", tmp_path_factory.mktemp("decode") / "log") as server:
+        yield server
+
+
+def judge(owner: str, answer: Answer, right: dict[str, list[int]]) -> float:
+    """The gap of logits at which the answer leaves the right one; 0.0 if it does not."""
+    ids = prompts(owner, SHARED)[0]
+    assert answer.prompt == len(ids), "the servers see the same tokens"
+    found, expected = tokenizer().encode(answer.text), right[owner]
+    if answer.text == tokenizer().decode(expected, skip_special_tokens=True):
+        return 0.0
+    return gap_at_fork(ids, expected, found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_go_from_prefill_to_decode(kind: str, decode: HttpServer, right: dict[str, list[int]], tmp_path: Path) -> None:
+    todo, seed = owners(kind), random.randrange(1 << 30)
+    delays = random.Random(seed)
+    gaps: list[float] = []
+
+    def transferred(routed: Sequence[Routed], names: Sequence[str]) -> None:
+        """Every full page was computed once, by the prefill server, and loaded by the decode server."""
+        for one, owner in zip(routed, names, strict=True):
+            assert one.prefill is not None and one.prefill.cached == 0
+            assert one.decode.cached == full(one.decode) == SHARED
+            gaps.append(judge(owner, one.decode, right))
+
+    prefill = start(kind, tmp_path / "prefill-0")
+    try:
+        names, todo = todo[:SEQUENTIAL], todo[SEQUENTIAL:]
+        began = time.monotonic()
+        transferred([route(prefill, decode, owner) for owner in names], names)
+        each_s = (time.monotonic() - began) / SEQUENTIAL
+        names, todo = todo[:TOGETHER], todo[TOGETHER:]
+        with ThreadPoolExecutor(TOGETHER) as pool:
+            transferred(list(pool.map(lambda owner: route(prefill, decode, owner), names)), names)
+        for i in range(1, KILLS + 1):
+            (owner, later), todo = todo[:2], todo[2:]
+            delay = delays.uniform(0, each_s)
+            killer = threading.Timer(delay, prefill.kill)
+            killer.start()
+            routed = route(prefill, decode, owner)
+            killer.join()
+            assert routed.decode.cached <= SHARED
+            gaps.append(judge(owner, routed.decode, right))
+            print(f"\n{kind}: prefill killed after {delay:.2f} s (seed {seed}); decode loaded {routed.decode.cached} tokens")
+            # Without it everything is computed, and with a new one transferred again.
+            prefill = start(kind, tmp_path / f"prefill-{i}")
+            transferred([route(prefill, decode, later)], [later])
+    finally:
+        prefill.kill()
+    assert max(gaps) < MAX_GAP
+    assert sum(gap == 0 for gap in gaps) >= len(gaps) / 2
+    assert not todo
