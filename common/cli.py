@@ -10,8 +10,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -137,6 +138,7 @@ def demo(
     import signal
 
     from .demo import ENGINES, DemoFailed, run
+    from .errors import ConfigError
 
     shipped = Path(sys.prefix, "share", "mooncake-kv", "demo-model")
     if model is None and not shipped.exists():
@@ -147,13 +149,18 @@ def demo(
         typer.echo(f"mooncake-kv: --engines has {unknown[0]!r}; known are {', '.join(ENGINES)}", err=True)
         raise typer.Exit(2)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends its processes and removes its folder then, too
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a model may answer what the terminal cannot show
     try:
-        report = run(model or str(shipped.resolve()), names)
-    except DemoFailed as error:
+        # First, because a folder that does not exist should not cost the minutes of the demo.
+        with json_file.open("w") if json_file is not None else nullcontext() as file:
+            report = run(model or str(shipped.resolve()), names)
+            if file is not None:
+                file.write(json.dumps(report.to_json(), indent=2) + "\n")
+    except (DemoFailed, ConfigError, OSError) as error:
         typer.echo(f"mooncake-kv: {error}", err=True)
         raise typer.Exit(1) from None
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
     if not report.correct:
         raise typer.Exit(1)
 

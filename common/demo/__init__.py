@@ -26,7 +26,8 @@ from typing import Any
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from . import pairs
 from .engines import ENGINES, PAGE_TOKENS, Engine
@@ -139,7 +140,7 @@ def run(model: str, engines: Sequence[str] = (VLLM,)) -> Report:
         folder.keep_logs = not report.correct
     _show(console, report)
     if folder.keep_logs:
-        console.print(f"The engines' and the nodes' logs are in {folder.path}.", highlight=False)
+        console.print(f"The engines' and the nodes' logs are in {folder.path}.", highlight=False, markup=False)
     return report
 
 
@@ -239,14 +240,15 @@ class _Demo:
 
 def _show(console: Console, report: Report) -> None:
     title = f"{report.model}, a text of {report.prompt_tokens:,} tokens and {len(QUESTIONS)} questions about it"
-    table = Table("", "first token", "reused", "from", "answer", title=title, title_justify="left")
+    table = Table("", "first token", "reused", "from", Column("answer", overflow="fold"), title=Text(title), title_justify="left")
     for number, question in enumerate(QUESTIONS):
         table.add_row("", "", "", "", question, style="bold")
         for name, answers in report.rows.items():
             if number < len(answers):
                 answer = answers[number]
                 reused, text = f"{answer.tokens_reused:,}", " ".join(answer.text.split())
-                table.add_row(LABELS.get(name, name), _first_token(name, answer), reused, answer.tier, text)
+                # What a model says is no markup.
+                table.add_row(LABELS.get(name, name), _first_token(name, answer), reused, answer.tier, Text(text))
         table.add_section()
     console.print(table)
     for name, why in report.left_out.items():

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from mooncake_kv.common.demo import QUESTIONS, DemoFailed, Report, engines, run
+from mooncake_kv.common.demo import _show as show
 from mooncake_kv.common.demo.server import Answer
 from tests.conftest import processes_of, wait_for_end
 
@@ -127,6 +129,19 @@ def test_an_engine_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(engines, "entry_points", lambda group: ())
     with pytest.raises(DemoFailed, match="sglang does not run on a CPU by itself"):
         run("model", ["sglang"])
+
+
+def test_an_answer_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = Answer(ttft_s=1.0, prompt_tokens=100, tokens_reused=64, sources={"dram": 64}, text="[/INST] [bold]eat me")
+    show(Console(width=200), Report(model="[m]", local=[answer] * 3, answers={"cold": [answer], "reset": [answer] * 3}))
+    shown = capsys.readouterr().out
+    assert shown.count("[/INST] [bold]eat me") == 4 and "[m], a text" in shown
+
+
+def test_a_result_that_cannot_be_written_is_found_out_first(tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("mooncake-kv")), "demo", "--json", str(tmp_path / "none" / "x.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "none/x.json" in done.stderr
 
 
 def test_a_model_that_is_not_there(runtime_dir: Path) -> None:

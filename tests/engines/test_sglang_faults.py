@@ -113,6 +113,22 @@ def test_nothing_computed_on_a_failed_load_becomes_visible(bench: Bench, kind: s
     bench.alive(1000 + seed)
 
 
+def test_a_fresh_engine_reads_nothing_that_a_fault_has_touched(bench: Bench, tmp_path: Path) -> None:
+    """After loads that were cut or failed in every way: what another process loads gives the answers of its own cache."""
+    for number, kind in enumerate(KINDS):
+        bench.meet(kind, [0], 20 + number)
+        bench.stored()
+    prompts, short = [prompt for prompt, _ in bench.asked[::2]], {**sampling(), "max_new_tokens": 8}
+    bench.asked.clear()
+    with SGLangEngine(generated_llama(TINY_LLAMA), tmp_path / "log", settings=SETTINGS, environment=EXACT) as fresh:
+        for prompt in prompts:
+            loaded = fresh.generate(prompt, sampling=short)
+            assert loaded.cached == (len(prompt) - 1) // 64 * 64 and loaded.stored
+            fresh.generate(prompt, 1, cache_salt="own")
+            local = fresh.generate(prompt, sampling=short, cache_salt="own")
+            assert (local.cached, local.output) == (loaded.cached, loaded.output)
+
+
 def test_a_stopped_node_costs_a_request_little(bench: Bench) -> None:
     bench.ask(30)
     bench.stored()

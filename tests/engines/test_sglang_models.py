@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from tests.engines.judge import EXACT
 from tests.engines.sglang_harness import LOADED, SGLangEngine, SGLangResult, namespace_in
 from tests.engines.test_vllm_hits import random_ids
-from tests.engines.variants import adapter
+from tests.engines.variants import adapter, written
 from tests.models import TINY_LLAMA, generated_llama, generated_mla
 from tests.node.scripted_peer import until
 
@@ -75,7 +76,11 @@ def test_lora_is_shared_by_the_same_files_only(runtime_dir: Path, tmp_path: Path
 
 
 def test_pipeline_parallel_ranks_write_a_page_together(runtime_dir: Path, tmp_path: Path) -> None:
-    model = generated_llama(TINY_LLAMA)
+    # SGLang's last stage has no embeddings that an output layer could share.
+    config = LlamaConfig(
+        num_hidden_layers=4, hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False
+    )
+    model = written(config, tmp_path / "model")
     two = {**EXACT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with SGLangEngine(model, tmp_path / "two", settings=SETTINGS, environment=two, pp_size=2) as engine:
         local = write(engine)
