@@ -44,7 +44,7 @@ def _errors_as_sentences() -> Iterator[None]:
 
     try:
         yield
-    except (ConfigError, NodeUnavailable) as error:
+    except (ConfigError, NodeUnavailable, OSError) as error:
         typer.echo(f"mooncake-kv: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
 
@@ -181,6 +181,7 @@ def _version() -> str:
 def _print_status(console: Any, about: dict[str, Any]) -> None:
     """One table; counters that are still zero are left out."""
     from rich.table import Table
+    from rich.text import Text
 
     stats = about.get("stats", {})
     rows = {key: str(about[key]) for key in ("folder", "pid", "version", "reason") if key in about}
@@ -196,7 +197,7 @@ def _print_status(console: Any, about: dict[str, Any]) -> None:
         }
     table = Table(title=f"Node {about['node']!r}", title_justify="left", show_header=False)
     for key, value in rows.items():
-        table.add_row(key, value)
+        table.add_row(key, Text(value))
     console.print(table)
     if about["running"]:
         _print_tiers(console, stats["tiers"])

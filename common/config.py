@@ -16,7 +16,6 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-import math
 import os
 import re
 import stat
@@ -65,6 +64,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     fetch_timeout_ms: int = 150
     # A fetch that waits for slower tiers than memory gets what is there after so long.
     fetch_deadline_ms: int = 2000
+    # Prefill and decode engines (LMDeploy's roles): the decode engine computes a prompt itself when it has not read its KV after so long;
+    # the prefill engine holds a prompt's KV so long for it; the proxy waits so long for the prefill engine.
+    migration_timeout_ms: int = 5000
+    migration_hold_s: float = 60.0
+    migration_prefill_s: float = 60.0
     # Tokens of a page. Engines share pages only with equal values.
     page_tokens: int = 64
     # Separates keys; it does not protect them.
@@ -196,7 +200,7 @@ def _integer(low: int, high: int) -> Parser:
 def _seconds(value: object) -> float:
     if isinstance(value, str) and re.fullmatch(r"\s*\d{1,12}(\.\d{1,9})?\s*", value, re.ASCII):
         value = float(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value <= 1e9:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e9:
         raise ValueError("it must be a number of seconds, at least 0")
     return float(value)
 
@@ -258,6 +262,9 @@ _PARSERS: dict[str, Parser] = {
     "metrics_port": _integer(-1, 65535),
     "fetch_timeout_ms": _integer(1, 3_600_000),
     "fetch_deadline_ms": _integer(1, 3_600_000),
+    "migration_timeout_ms": _integer(1, 3_600_000),
+    "migration_hold_s": _seconds,
+    "migration_prefill_s": _seconds,
     "page_tokens": _integer(1, 4096),
     "tenant": _LABEL,
     "model_id": _LABEL,
@@ -332,7 +339,7 @@ def asks_for_us(flag: Mapping[str, Any] | None, environ: Mapping[str, str] | Non
     names = set(flag or ())
     if (path := environ.get(FILE_VARIABLE)) is not None:
         try:
-            names |= set(_parse_json(_read_file(path), path))
+            names |= set(_as_object(_parse_json(_read_file(path), path), path))
         except ConfigError as error:
             log.warning("%s", error)
     ours = (set(_PARSERS) | set(_KEY_ALIASES)) - _SHARED
@@ -364,9 +371,7 @@ def load_config(
 
 
 def _take_mapping(given: dict[str, _Given], mapping: Mapping[str, Any], source: str) -> None:
-    if not isinstance(mapping, Mapping):
-        raise ConfigError(f"{source} must be a JSON object, not {type(mapping).__name__}")
-    for name, value in mapping.items():
+    for name, value in _as_object(mapping, source).items():
         key = _KEY_ALIASES.get(name, name)
         if key in _PARSERS:
             _put(given, key, value, source if key == name else f"{source}, as {name}")
@@ -374,6 +379,12 @@ def _take_mapping(given: dict[str, _Given], mapping: Mapping[str, Any], source: 
             log.warning("%s (%s) is a setting of Mooncake that has no effect here", name, source)
         else:
             raise ConfigError(f"{str(name)[:80]!r} ({source}) is no setting{_guess(str(name), (*_PARSERS, *_KEY_ALIASES))}")
+
+
+def _as_object(value: object, source: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{source} must be a JSON object, not {type(value).__name__}")
+    return value
 
 
 def _take_environment(given: dict[str, _Given], environ: Mapping[str, str]) -> None:
@@ -411,7 +422,7 @@ def _read_file(path: str) -> str:
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(f"{what} is larger than {MAX_FILE_BYTES} bytes")
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{what} is not UTF-8") from None
 
@@ -436,6 +447,10 @@ def _parse_json(text: str, source: str) -> Mapping[str, Any]:
         raise ConfigError(f"{source} is no JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
     except RecursionError:
         raise ConfigError(f"{source} is nested too deeply") from None
+    except ConfigError:
+        raise
+    except ValueError:  # Python reads no number of more than 4300 digits
+        raise ConfigError(f"{source} contains a number that is too long") from None
 
 
 def _show(key: str, value: object) -> str:

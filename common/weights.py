@@ -72,7 +72,10 @@ def weights_digest(weights: Path, mode: Mode, *, cache_dir: Path | None = None, 
     `consolidated`. `cache_dir` is where `full` keeps its results, by default below the user's cache folder. Raises UnsupportedError for
     anything but safetensors.
     """
-    files = _files(weights, consolidated)
+    try:
+        files = _files(weights, consolidated)
+    except OSError as error:
+        raise UnsupportedError(f"the weights {str(weights)!r} cannot be read: {error.strerror} ({error.filename})") from None
     cache = _cache_folder(cache_dir) if mode == "full" else None
     with ThreadPoolExecutor(_THREADS, "weights") as pool:
         found = list(pool.map(lambda path: _tensors(path, mode, cache), files))
@@ -91,6 +94,8 @@ def _files(weights: Path, consolidated: bool) -> list[Path]:
             names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
         except (OSError, msgspec.MsgspecError) as error:
             raise UnsupportedError(f"the index of the weights {str(index)!r} cannot be read: {error}") from None
+        if not names:
+            raise UnsupportedError(f"the index of the weights {str(index)!r} names no file: {_HINT}")
         return [weights / name for name in sorted(names)]
     files = sorted(weights.glob("*.safetensors"))
     chosen = [path for path in files if path.name.startswith("consolidated") == consolidated]
@@ -180,11 +185,11 @@ def _key(fd: int) -> list[int]:
 
 def _cache_folder(given: Path | None) -> Path | None:
     """A folder that only the user can write to, or None if there is none to be had: then nothing is cached."""
-    folder = given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mooncake-kv" / "fingerprints"
     try:
+        folder = given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mooncake-kv" / "fingerprints"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         log.warning("the results of fingerprint: full are not kept: %s", error)
         return None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:

@@ -27,6 +27,10 @@ STRICT = "MOONCAKE_KV_STRICT"
 HOOKS: tuple[tuple[str, str], ...] = (
     ("lmdeploy.pytorch.kv_connector.factory", "registration:add_connector"),
     ("lmdeploy.pytorch.disagg.backend", "registration:add_migration_backend"),
+    ("lmdeploy.pytorch.engine.engine", "migration.engine:mend_engine"),
+    ("lmdeploy.pytorch.engine.engine_loop", "migration.engine:mend_loop"),
+    ("lmdeploy.pytorch.disagg.conn.engine_conn", "migration.engine:mend_connection"),
+    ("lmdeploy.serve.proxy.proxy", "migration.proxy:mend_proxy"),
     ("lmdeploy.metrics.stats", "metrics:read_schedule_metrics"),
 )
 

@@ -7,11 +7,13 @@ the cache or the migration backend gets one sentence that says which call differ
 from __future__ import annotations
 
 import logging
+import os
 from functools import cache
 from importlib import import_module
 
 from ..connectors import compat
 from ..connectors.compat import Signatures, own_version
+from . import MIGRATION_SWITCH
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,42 @@ CONNECTOR: Signatures = {
     ),
 }
 
+# What the mends of migrations replace and use, by the module of LMDeploy after which they are made.
+_ENGINE = "lmdeploy.pytorch.engine.engine:Engine."
+_LOOP = "lmdeploy.pytorch.engine.engine_loop:EngineLoop."
+_CONNECTION = "lmdeploy.pytorch.disagg.conn.engine_conn:EngineP2PConnection."
+_BLOCKS = "lmdeploy.pytorch.paging.block_manager.base_block_manager:BaseBlockManager."
+_MANAGER = "lmdeploy.serve.proxy.proxy:NodeManager."
+MIGRATION_ENGINE: Signatures = {
+    f"{_ENGINE}end_session": ("self", "session_id"),
+    f"{_ENGINE}_on_end_session": ("self", "reqs", "kwargs"),
+    f"{_ENGINE}_response": ("self", "resp", "resp_type", "data", "err_msg"),
+}
+MIGRATION_LOOP: Signatures = {
+    f"{_LOOP}_send_resp": ("self", "out"),
+    f"{_LOOP}_migration_loop_process_ready": ("self", "migration_ready"),
+    f"{_LOOP}_migration_loop_get_outputs": ("self", "migration_ready"),
+    f"{_LOOP}drain_for_sleep": ("self",),
+    f"{_BLOCKS}pin_logical_blocks": ("self", "logical_block_ids"),
+    f"{_BLOCKS}release_logical_blocks": ("self", "logical_block_ids"),
+    "lmdeploy.pytorch.paging.scheduler:Scheduler.seqs_migration_activation": ("self", "running"),
+    "lmdeploy.pytorch.paging.seq_states.states:MigrationReadyState.release_paging_resources": ("self",),
+    "lmdeploy.pytorch.paging.seq_states.states:WaitingState.activate": ("self",),
+}
+MIGRATION_CONNECTION: Signatures = {
+    f"{_CONNECTION}p2p_initialize": ("self", "init_request"),
+    f"{_CONNECTION}handle_zmq_recv": ("self", "remote_engine_id"),
+    f"{_CONNECTION}zmq_disconnect": ("self", "remote_engine_id"),
+}
+MIGRATION_PROXY: Signatures = {
+    f"{_MANAGER}generate": ("self", "request", "node_url", "endpoint"),
+    f"{_MANAGER}stream_generate": ("self", "request", "node_url", "endpoint"),
+    f"{_MANAGER}get_node_url": ("self", "model_name", "role"),
+    f"{_MANAGER}remove": ("self", "node_url"),
+    "lmdeploy.pytorch.disagg.conn.proxy_conn:PDConnectionPool.connect": ("self", "conn_req"),
+    "lmdeploy.pytorch.disagg.conn.proxy_conn:PDConnectionPool.is_connected": ("self", "p_url", "d_url"),
+}
+
 
 def lmdeploy_version() -> str:
     return str(import_module("lmdeploy.version").__version__)
@@ -74,6 +112,14 @@ def lmdeploy_version() -> str:
 def require(signatures: Signatures) -> None:
     """Raises UnsupportedError with one sentence if this LMDeploy lacks one of the calls, or takes other parameters for it."""
     compat.require(signatures, "LMDeploy", TESTED, lmdeploy_version())
+
+
+def mends(signatures: Signatures) -> bool:
+    """Whether migrations are to be mended in this process. Raises UnsupportedError where they cannot be: then the backend refuses, too."""
+    if os.environ.get(MIGRATION_SWITCH) == "0":
+        return False
+    require(signatures)
+    return True
 
 
 @cache

@@ -43,7 +43,7 @@ def add_migration_backend(package: ModuleType) -> None:
 
 
 def _migration_backend() -> Any:
-    compat.require(compat.MIGRATION)
+    compat.require(compat.MIGRATION | compat.MIGRATION_ENGINE | compat.MIGRATION_LOOP | compat.MIGRATION_CONNECTION)
     return _our("migration").MooncakeMigrationBackend()
 
 

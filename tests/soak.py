@@ -290,7 +290,8 @@ class Soak:
     def _judge(self, prompts: Sequence[Request], results: Sequence[Result]) -> None:
         outputs = {r.id.partition("/")[0]: r.output for r in results}
         pairs = [(p.ids, outputs[p.id]) for p in prompts if p.id in outputs]
-        with PageReader(self._space, self._settings) as reader:
+        # Patient: this process shares the cores with the engine, and a late answer is no fault here.
+        with PageReader(self._space, {**self._settings, "fetch_timeout_ms": 10000}) as reader:
             judged = judge_pages(self._engine, reader, pairs)
         self.found["pages_judged"] += judged.pages
         self.found["pages_missing"] += judged.missing

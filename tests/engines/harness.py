@@ -264,8 +264,10 @@ class Engine(Driven):
 
 
 class HttpServer:
-    """A server that `command`, with an address at its end in two options called as in `address`, starts on a free loopback port, and that
-    is ready when /health answers."""
+    """A server that `command`, with an address at its end in two options called as in `address`, starts on a loopback port (a free one
+    unless given), and that is ready when `health` answers."""
+
+    health = "/health"
 
     def __init__(
         self,
@@ -275,8 +277,9 @@ class HttpServer:
         environment: Mapping[str, str] | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
         address: tuple[str, str] = ("--host", "--port"),
+        port: int = 0,
     ) -> None:
-        self.port = free_port()
+        self.port = port or free_port()
         self.log = log
         command = [*command, address[0], "127.0.0.1", address[1], str(self.port)]
         began = time.monotonic()
@@ -346,7 +349,7 @@ class HttpServer:
             if (code := self._child.process.poll()) is not None:
                 raise EngineError(f"the server ended with code {code}\n{self._child.tail()}")
             try:
-                self.get("/health", timeout_s=2)
+                self.get(self.health, timeout_s=2)
                 return
             except OSError:
                 time.sleep(0.2)

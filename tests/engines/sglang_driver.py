@@ -61,7 +61,7 @@ class Driver:
 
 def _arguments(request: Json) -> Json:
     sampling = {"temperature": 0, **request.get("sampling", {})}
-    more = {key: request[key] for key in ("cache_salt", "extra_key") if request.get(key) is not None}
+    more = {key: request[key] for key in ("cache_salt", "extra_key", "lora_path") if request.get(key) is not None}
     return {"input_ids": request["ids"], "sampling_params": sampling, **more}
 
 

@@ -22,12 +22,13 @@ DRIVER = Path(__file__).with_name("sglang_driver.py")
 
 
 class SGLangRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One request. `sampling` goes to SGLang's sampling parameters (temperature is 0)."""
+    """One request. `sampling` goes to SGLang's sampling parameters (temperature is 0), `lora_path` is an adapter's name."""
 
     ids: list[int]
     sampling: dict[str, Any] = {}
     cache_salt: str | None = None
     extra_key: str | None = None
+    lora_path: str | None = None
 
 
 class SGLangResult(msgspec.Struct, kw_only=True):

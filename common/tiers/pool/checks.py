@@ -22,6 +22,8 @@ from ..base import TierDown
 CONNECT_S = 2.0
 # Of the memory that is available, at most this much may be given to the pool.
 SEGMENT_SHARE = 2
+# Mooncake's word for: no metadata server.
+P2P = "P2PHANDSHAKE"
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -40,34 +42,19 @@ class PoolSettings:
         self.write_policy: str = settings["write_policy"]
         self.replicas: int = settings["replicas"]
         self.soft_pin: bool = settings["soft_pin"]
-        self._check_protocol(infiniband)
+        check_protocol(self.protocol, self.device, sources, infiniband)
         self._check_metadata()
         self._check_segment()
         self.hostname = self._host(settings["local_hostname"])
 
     def _refuse(self, key: str, value: object, why: str) -> NoReturn:
-        raise ConfigError(f"{key} is {value!r} ({self.sources.get(key, 'default')}): {why}")
-
-    def _check_protocol(self, infiniband: Path) -> None:
-        if self.protocol not in ("tcp", "rdma"):
-            self._refuse("protocol", self.protocol, "it must be 'tcp' or 'rdma'")
-        if self.protocol != "rdma":
-            return
-        try:
-            cards = sorted(os.listdir(infiniband))
-        except OSError:
-            cards = []
-        if not cards:
-            self._refuse("protocol", "rdma", f"there is no network card below {infiniband}, and Mooncake would use TCP without a word")
-        for name in filter(None, self.device.split(",")):
-            if name not in cards:
-                self._refuse("device_name", self.device, f"the network cards here are {', '.join(cards)}")
+        _refuse(self.sources, key, value, why)
 
     def _check_metadata(self) -> None:
-        if self.metadata != "P2PHANDSHAKE" and not re.fullmatch(r"(https?|etcd|redis)://[^\s/]+\S*|[^\s:/]+:\d{1,5}", self.metadata):
-            self._refuse(
-                "metadata_server", self.metadata, "it must be 'P2PHANDSHAKE', a URL such as http://host:port/metadata, or host:port"
-            )
+        # The wheels have no redis: Mooncake ends the process there.
+        if self.metadata != P2P and not re.fullmatch(r"(https?|etcd)://[^\s/]+\S*|[^\s:/]+:\d{1,5}", self.metadata):
+            why = "it must be 'P2PHANDSHAKE', a URL such as http://host:port/metadata or etcd://host:port, or host:port"
+            self._refuse("metadata_server", self.metadata, why)
 
     def _check_segment(self) -> None:
         if self.segment_bytes % SEGMENT_UNIT:
@@ -86,26 +73,57 @@ class PoolSettings:
             if self.master == EMBEDDED or _is_loopback(self.master):
                 return "127.0.0.1"
             return self._towards_master()
-        try:
-            addresses = {str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
-        except OSError as error:
-            self._refuse("local_hostname", name, f"it does not resolve: {error.strerror or error}")
-        for address in sorted(addresses):
-            if _is_ours(address):
-                return address
-        self._refuse("local_hostname", name, f"it resolves to {', '.join(sorted(addresses))}, which is no address of this machine")
+        return own_address(name, self.sources)
 
     def _towards_master(self) -> str:
         """The address from which this machine reaches the master; others reach it there too. No packet is sent."""
         host, port = master_addresses(self.master)[0]
         try:
-            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
+            return address_towards(host, port)
         except OSError as error:
             # The master's name does not resolve at this moment, perhaps.
             raise TierDown(f"master_server_address {self.master!r} cannot be reached: {error.strerror or error}") from None
+
+
+def _refuse(sources: Mapping[str, str], key: str, value: object, why: str) -> NoReturn:
+    raise ConfigError(f"{key} is {value!r} ({sources.get(key, 'default')}): {why}")
+
+
+def check_protocol(protocol: str, device: str, sources: Mapping[str, str], infiniband: Path = INFINIBAND) -> None:
+    """Raises ConfigError unless Mooncake can use the protocol and the network cards here; it would not say so."""
+    if protocol not in ("tcp", "rdma"):
+        _refuse(sources, "protocol", protocol, "it must be 'tcp' or 'rdma'")
+    if protocol != "rdma":
+        return
+    try:
+        cards = sorted(os.listdir(infiniband))
+    except OSError:
+        cards = []
+    if not cards:
+        _refuse(sources, "protocol", "rdma", f"there is no network card below {infiniband}, and Mooncake would use TCP without a word")
+    for name in filter(None, device.split(",")):
+        if name not in cards:
+            _refuse(sources, "device_name", device, f"the network cards here are {', '.join(cards)}")
+
+
+def own_address(name: str, sources: Mapping[str, str]) -> str:
+    """The address of this machine that `local_hostname` stands for. Raises ConfigError."""
+    try:
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        _refuse(sources, "local_hostname", name, f"it does not resolve: {error.strerror or error}")
+    for address in sorted(addresses):
+        if is_ours(address):
+            return address
+    _refuse(sources, "local_hostname", name, f"it resolves to {', '.join(sorted(addresses))}, which is no address of this machine")
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address from which this machine reaches another; that one reaches it there too. No packet is sent. Raises OSError."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
 
 
 def master_addresses(master: str) -> list[tuple[str, int]]:
@@ -114,19 +132,29 @@ def master_addresses(master: str) -> list[tuple[str, int]]:
     return [(host.strip("[]"), int(port)) for host, port in found]
 
 
+def check_metadata_server(settings: PoolSettings) -> None:
+    """Raises TierDown where there is one and nothing accepts a TCP connection there: Mooncake waits more than 100 s for etcd."""
+    if settings.metadata != P2P and master_addresses(settings.metadata):
+        _check("metadata server", "metadata_server", settings.metadata, settings.sources.get("metadata_server", "default"))
+
+
 def check_master(master: str, source: str) -> None:
     """Raises TierDown unless something accepts a TCP connection there within CONNECT_S."""
+    _check("Mooncake master", "master_server_address", master, source)
+
+
+def _check(what: str, key: str, value: str, source: str) -> None:
     why = "no host:port in it"
-    for host, port in master_addresses(master):
+    for host, port in master_addresses(value):
         try:
             socket.create_connection((host, port), CONNECT_S).close()
             return
         except OSError as error:
             why = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error))
-    raise TierDown(f"no Mooncake master answers at master_server_address {master!r} ({source}): {why}")
+    raise TierDown(f"no {what} answers at {key} {value!r} ({source}): {why}")
 
 
-def _is_ours(address: str) -> bool:
+def is_ours(address: str) -> bool:
     """Only an address of this machine can be bound."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:

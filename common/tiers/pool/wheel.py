@@ -70,13 +70,13 @@ def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def load() -> Any:
-    """The module `mooncake.store`. Raises ConfigError with one sentence."""
+def load(module: str = "mooncake.store") -> Any:
+    """That module of the wheel. Raises ConfigError with one sentence."""
     flavour = installed_flavour()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        return import_module("mooncake.store")
+        return import_module(module)
     except ImportError as error:
         raise ConfigError(_explain(str(error), flavour)) from None
 

@@ -8,6 +8,8 @@ reference needs one of its own.
 `MOONCAKE_KV_TEST_LOADED=FOLDER`: each process that imports LMDeploy's engine writes FOLDER/PID, a JSON object: the modules of the
 "connector" factory, of the "migration" backend and of the operators ("shims") that are in effect; one that serves pages FOLDER/namespace,
 the namespace in hex.
+`MOONCAKE_KV_TEST_STATE=FILE`: the engine's process keeps there, as JSON, the number of its free blocks and the results of migrations.
+`MOONCAKE_KV_TEST_UNMENDED=Class.method,...`: what the plugin replaced in the engine around migrations is LMDeploy's own again.
 `MOONCAKE_KV_TEST_FAULT=FILE`, `MOONCAKE_KV_TEST_UNPROTECTED=WHAT`: see `faults`.
 """
 
@@ -17,6 +19,8 @@ import contextlib
 import functools
 import json
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,6 +28,15 @@ from typing import Any
 
 CUDA = "MOONCAKE_KV_TEST_CUDA"
 LOADED = "MOONCAKE_KV_TEST_LOADED"
+STATE = "MOONCAKE_KV_TEST_STATE"
+UNMENDED = "MOONCAKE_KV_TEST_UNMENDED"
+# The modules whose classes the plugin changes.
+MENDED = (
+    "lmdeploy.pytorch.engine.engine",
+    "lmdeploy.pytorch.engine.engine_loop",
+    "lmdeploy.pytorch.disagg.conn.engine_conn",
+    "lmdeploy.serve.proxy.proxy",
+)
 # Never more devices than this are used; LMDeploy takes one a rank.
 DEVICES = 4
 _MEMORY = 4 << 30
@@ -42,7 +55,10 @@ def load() -> None:
     if hasattr(torch, "mooncake_kv_test"):
         return
     torch.mooncake_kv_test = True
-    from mooncake_kv.lmdeploy_plugin.autoload import on_import
+    from mooncake_kv.lmdeploy_plugin import autoload
+
+    autoload.load()  # so that what follows is told after it
+    on_import = autoload.on_import
 
     os.environ["LMDEPLOY_ENABLE_CHECK_ENV"] = "0"
     _replace_cuda(torch)
@@ -51,6 +67,11 @@ def load() -> None:
     if folder := os.environ.get(LOADED):
         for module in ("lmdeploy.pytorch.engine.engine", "lmdeploy.pytorch.engine.model_agent.agent"):
             on_import(module, lambda _: _record(Path(folder)))
+    if file := os.environ.get(STATE):
+        on_import("lmdeploy.pytorch.engine.engine", lambda module: _watch(module, Path(file)))
+    for name in filter(None, os.environ.get(UNMENDED, "").split(",")):
+        for module in MENDED:
+            on_import(module, functools.partial(_unmend, name))
     on_import("mooncake_kv.lmdeploy_plugin.connector", _in_the_connector)
 
 
@@ -236,6 +257,36 @@ def _start_ray_small(module: ModuleType) -> None:
     if not hasattr(ray, "mooncake_kv_test"):
         ray.mooncake_kv_test = True
         ray.init = small
+
+
+def _unmend(name: str, module: ModuleType) -> None:
+    owner, _, method = name.partition(".")
+    if hasattr(module, owner):
+        setattr(getattr(module, owner), method, getattr(getattr(module, owner), method).__wrapped__)
+
+
+def _watch(module: ModuleType, file: Path) -> None:
+    """Writes the file again whenever the number has changed."""
+    from mooncake_kv.lmdeploy_plugin.migration.engine import RESULTS
+
+    engine: Any = module.Engine  # type: ignore[attr-defined]
+    making = engine.__init__
+
+    @functools.wraps(making)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        making(self, *args, **kwargs)
+        threading.Thread(target=watch, args=(self.scheduler.block_manager,), daemon=True).start()
+
+    def watch(manager: Any) -> None:
+        last = None
+        while True:
+            if (state := {"free": manager.get_num_free_gpu_blocks(), "results": dict(RESULTS)}) != last:
+                file.with_suffix(".new").write_text(json.dumps(state))
+                file.with_suffix(".new").rename(file)
+                last = state
+            time.sleep(0.02)
+
+    engine.__init__ = __init__
 
 
 def _record(folder: Path) -> None:
