@@ -50,8 +50,8 @@ class Batch:
 class Run:
     """One fetch. Its pages, in order: `staged` are reported, `batches` under way, `ahead` leased; page `next` is the first behind those,
     and from page `end` on there is nothing more to come. `place` is the slow tier in use, which has `found` more pages; `lacks` holds
-    (place of a tier, page that it has not got). `waiting`: for an answer of a tier, for another fetch's page, or for room; what comes for
-    another `turn` than this one is not waited for any more. `final`: nothing is asked for again."""
+    (place of a tier, page that it has not got). `waiting`: for an answer of a tier, for a page that another fetch reads or that is being
+    sealed, or for room; what comes for another `turn` than this one is not waited for any more. `final`: nothing is asked for again."""
 
     def __init__(self, message: Fetch, end: int, entries: list[Entry]) -> None:
         self.request = message.request
@@ -218,6 +218,10 @@ class Stager:
             if not run.ahead:
                 run.end = run.next
             return True
+        if space.being_sealed(page_hash):
+            run.waiting, turn = "page", run.turn
+            space.sealings.setdefault(page_hash, []).append(lambda: self._go_on(session, run, turn))
+            return False
         if reading := space.reads.get(page_hash):
             run.waiting = "page"
             self._set_out(session, run)
