@@ -100,14 +100,8 @@ class SGLang(Engine):
         command = [str(Path(sys.executable).with_name("sglang")), "serve", "--model-path", model, "--served-model-name", SERVED]
         command += ["--enable-hierarchical-cache", "--hicache-storage-backend", "mooncake"]
         command += ["--hicache-storage-backend-extra-config", json.dumps(settings), "--page-size", str(PAGE_TOKENS)]
-        command += [
-            "--hicache-storage-prefetch-policy",
-            "wait_complete",
-            "--hicache-ratio",
-            "2",
-            "--max-total-tokens",
-            str(2 * MAX_MODEL_LEN),
-        ]
+        command += ["--hicache-storage-prefetch-policy", "wait_complete", "--hicache-ratio", "2"]
+        command += ["--max-total-tokens", str(2 * MAX_MODEL_LEN)]
         command += ["--context-length", str(MAX_MODEL_LEN), "--enable-metrics", "--enable-cache-report", "--skip-server-warmup"]
         if on_cpu():
             command += ["--device", "cpu", "--dtype", "bfloat16", "--attention-backend", "torch_native", "--mem-fraction-static", "0.3"]
