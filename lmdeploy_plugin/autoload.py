@@ -44,11 +44,11 @@ def load() -> None:
     if _loaded:
         return
     _loaded = True
-    try:
-        for name, function in HOOKS:
+    for name, function in HOOKS:
+        try:
             on_import(name, _named(function))
-    except Exception:
-        _failed("the plugin is not in effect in this process")
+        except Exception:
+            _failed(f"what it changes in {name} is not in effect")
 
 
 def on_import(name: str, function: Callable[[ModuleType], object]) -> None:

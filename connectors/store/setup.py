@@ -1,6 +1,6 @@
 """Making the two halves: the same sizes, threads and waits in every engine that runs them.
 
-Promises: an engine starts without a node as it does with one, at most NODE_START_S later.
+Promises: an engine starts without a node as it does with one; each half that it makes waits NODE_START_S at most.
 """
 
 from __future__ import annotations

@@ -49,6 +49,12 @@ def test_no_node(runtime_dir: Path) -> None:
     assert stopped.returncode == 1 and stopped.stderr.count("\n") == 1 and "'one' is not running" in stopped.stderr
 
 
+def test_status_says_where_lmdeploy_would_not_find_the_plugin(runtime_dir: Path) -> None:
+    told = "LMDeploy, started like this, does not see mooncake-kv"
+    assert told in " ".join(run("status", TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.split())
+    assert told not in " ".join(run("status", TORCH_DEVICE_BACKEND_AUTOLOAD="1").stdout.split())
+
+
 def test_status_and_stop(node: subprocess.Popen[str]) -> None:
     code, (found,) = status()
     assert code == 0

@@ -160,7 +160,7 @@ def test_an_lmdeploy_without_those_calls_runs_and_says_so_once(stand_in: Path) -
 
 
 PLANTED = {
-    "load": "import mooncake_kv.lmdeploy_plugin.autoload as a; a.HOOKS = 3",
+    "load": "import mooncake_kv.lmdeploy_plugin.autoload as a; a.HOOKS = (('lmdeploy.version', 3),)",
     "hook": "import mooncake_kv.lmdeploy_plugin.autoload as a; a.HOOKS = (('lmdeploy.pytorch.kv_connector.factory', 'nothing:here'),)",
     "finder": "import mooncake_kv.lmdeploy_plugin.autoload as a; a._Finder._watch = lambda s: 1 / 0",
 }
