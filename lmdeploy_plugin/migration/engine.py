@@ -136,7 +136,7 @@ def mend_loop(module: ModuleType) -> None:
 
     @functools.wraps(send)
     def ours_send(self: Any, out: Any) -> None:
-        if out.finish and out.cache_block_ids is not None and chosen(self.engine_conn.engine):
+        if self.config.role.name == "Prefill" and out.finish and out.cache_block_ids is not None and chosen(self.engine_conn.engine):
             out.cache_block_ids = [*out.cache_block_ids, -Holds.of(self.engine_conn.engine).begin(out.session_id)]
         send(self, out)
 

@@ -11,6 +11,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -349,6 +351,46 @@ def test_decode_killed_and_restarted(cluster: Cluster, judge: Judge) -> None:
                 one.result()
     cluster.start("Decode")
     migrates(cluster, judge, [33, 34, 35])
+
+
+@pytest.mark.parametrize("part", ["ENGINE", "LOOP", "CONNECTION", "PROXY"])
+def test_another_lmdeploy_is_left_alone_and_the_backend_refuses(part: str) -> None:
+    module, owner, method = {
+        "ENGINE": ("lmdeploy.pytorch.engine.engine", "Engine", "_on_end_session"),
+        "LOOP": ("lmdeploy.pytorch.engine.engine_loop", "EngineLoop", "_send_resp"),
+        "CONNECTION": ("lmdeploy.pytorch.disagg.conn.engine_conn", "EngineP2PConnection", "p2p_initialize"),
+        "PROXY": ("lmdeploy.serve.proxy.proxy", "NodeManager", "generate"),
+    }[part]
+    script = f"""
+import torch
+from importlib import import_module
+from mooncake_kv.lmdeploy_plugin import compat
+name = next(iter(compat.MIGRATION_{part}))
+compat.MIGRATION_{part}[name] = ("self", "something")
+print(hasattr(getattr(import_module({module!r}), {owner!r}).{method}, "__wrapped__"))
+from lmdeploy.pytorch.disagg.backend.backend import MIGRATION_BACKENDS
+try:
+    MIGRATION_BACKENDS.module_dict["Mooncake"]()
+    print("served")
+except Exception as error:
+    print(type(error).__name__)
+"""
+    environment = {**os.environ, "MOONCAKE_KV_STRICT": "0"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout.split()[-2:] == ["False", "served" if part == "PROXY" else "UnsupportedError"], (done.stdout, done.stderr)
+    assert "is not in effect" in done.stdout + done.stderr
+
+
+def test_switched_off() -> None:
+    script = """
+import torch
+from importlib import import_module
+print(hasattr(import_module("lmdeploy.pytorch.engine.engine").Engine._on_end_session, "__wrapped__"))
+print(import_module("lmdeploy.pytorch.disagg.backend.backend").MIGRATION_BACKENDS.module_dict["Mooncake"].__module__)
+"""
+    environment = {**os.environ, "MOONCAKE_KV_MIGRATION": "0"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout.split()[-2:] == ["False", "lmdeploy.pytorch.disagg.backend.mooncake"], (done.stdout, done.stderr)
 
 
 # ---- LMDeploy with the backend alone ---------------------------------------------------------------------------------------------------
