@@ -2,7 +2,7 @@
 
 `ssd`: a gigabyte of pages, not in memory, is fetched prompt by prompt, and a file of as many bytes is read from one end to the other, in
 turns; once from the disk and once from the kernel's page cache. `lookup`: 1,000 pages are looked up while another client stores pages that
-are written through.
+are written through to the disk and to a pool, whose segment and master lie on this machine, too. `pool`: what tiers_pool.py measures.
 
     python benchmarks/tiers.py [--rounds N] [--folder FOLDER] [--json FILE]"""
 
@@ -33,9 +33,12 @@ from mooncake_kv.common.node import protocol
 PROMPT_PAGES = 128  # 8,192 tokens, 190 MB
 PROMPTS = 6
 WRITTEN_BYTES = 1 << 30
+WRITTEN_TO = ("ssd", "pool")
+PAGE_BYTES = 1_475_584
 CHUNK = 8 << 20
 # Metric -> least or most it may be.
 AT_LEAST = {"ssd_disk_ratio": 0.7, "ssd_cached_ratio": 0.7}
+AT_LEAST |= {f"pool_{size}kib_{what}_ratio": 0.85 for size in (128, 1440, 2560) for what in ("write", "read")}
 AT_MOST = {"lookup_written_p99_ms": 1.0}
 
 
@@ -69,8 +72,20 @@ class Writer(Client):
 
 
 def settle_writes(client: Client, limit_bytes: int, pause_s: float = 0.002) -> None:
-    while (stats := client.stats())["sealing"] or stats["tiers"]["ssd"]["queued_bytes"] > limit_bytes:
+    while (stats := client.stats())["sealing"] or max(tier.get("queued_bytes", 0) for tier in stats["tiers"].values()) > limit_bytes:
         time.sleep(pause_s)
+
+
+def written_pages(client: Client) -> dict[str, int]:
+    return {name: tier["pages_written"] for name, tier in client.stats()["tiers"].items() if name in WRITTEN_TO}
+
+
+def wait_for_pool(client: Client) -> None:
+    deadline = time.perf_counter() + 20
+    while (tier := client.stats()["tiers"]["pool"])["state"] != "up":
+        if time.perf_counter() > deadline:
+            raise RuntimeError(f"the pool is not there: {tier['reason']}")
+        time.sleep(0.05)
 
 
 def forget(paths: list[Path]) -> None:
@@ -100,7 +115,7 @@ def ssd_files(folder: Path) -> list[Path]:
 def measure_reads(folder: Path, rounds: int) -> dict[str, Any]:
     prompts = [[hashes(f"{side}{i}", PROMPT_PAGES) for i in range(PROMPTS)] for side in "ab"]
     # Memory for one side: each side's fetch pushes the other out.
-    dram = 1_475_584 * PROMPT_PAGES * (PROMPTS + 2)
+    dram = PAGE_BYTES * PROMPT_PAGES * (PROMPTS + 2)
     with running_node(dram, "--ssd-path", str(folder / "kv"), "--ssd-size", "16gb") as node:
         client = Writer(node, SMOLLM2, "reads")
         client.send(protocol.Want(32))
@@ -179,8 +194,11 @@ def loaded(node: Path) -> Iterator[None]:
 
 
 def measure_lookups(folder: Path, rounds: int) -> dict[str, Any]:
-    with running_node(2 << 30, "--ssd-path", str(folder / "kv2"), "--ssd-size", "8gb") as node:
+    disk = ("--ssd-path", str(folder / "kv2"), "--ssd-size", "8gb")
+    pool = ("--master-server-address", "embedded", "--global-segment-size", "2gb", "--write-policy", "all")
+    with running_node(2 << 30, *disk, *pool) as node:
         client = Client(node, SMALL, "lookup")
+        wait_for_pool(client)
         client.send(protocol.Want(2048))
         client.wait(protocol.Granted)
         pages = hashes("lookup", PAGES)
@@ -191,14 +209,15 @@ def measure_lookups(folder: Path, rounds: int) -> dict[str, Any]:
         beyond = times(lambda: client.lookup(hashes("none", 16)), 30 * rounds, 0.0005)
         spent = []
         with loaded(node):
-            slot = client.stats()["tiers"]["ssd"]["pages_written"]
+            before = now = written_pages(client)
             began = time.perf_counter()
-            while (client.stats()["tiers"]["ssd"]["pages_written"] - slot) * 1_475_584 < WRITTEN_BYTES:
+            while min(now[name] - before[name] for name in WRITTEN_TO) * PAGE_BYTES < WRITTEN_BYTES:
                 spent.append(times(lambda: client.lookup(pages), 100, 0.0005))
+                now = written_pages(client)
                 if time.perf_counter() - began > 60:
-                    raise RuntimeError("too little was written")
+                    raise RuntimeError(f"too little was written: {now}")
             took = time.perf_counter() - began
-            tier = client.stats()["tiers"]["ssd"]
+            tiers = client.stats()["tiers"]
         under = np.concatenate(spent)
     return {
         "lookup_idle_p99_ms": float(np.percentile(idle, 99) * 1e3),
@@ -207,18 +226,36 @@ def measure_lookups(folder: Path, rounds: int) -> dict[str, Any]:
         "lookup_written_p99_ms": float(np.percentile(under, 99) * 1e3),
         "lookup_written_max_ms": float(under.max() * 1e3),
         "lookups_written": len(under),
-        "written_gb_per_s": (tier["pages_written"] - slot) * 1_475_584 / took / 1e9,
-        "unwritten_pages": tier["pages_unwritten"],
+        **{f"written_{name}_gb_per_s": (now[name] - before[name]) * PAGE_BYTES / took / 1e9 for name in WRITTEN_TO},
+        **{f"unwritten_{name}_pages": tiers[name]["pages_unwritten"] for name in WRITTEN_TO},
     }
 
 
-def run(rounds: int, folder: Path | None, console: Console) -> dict[str, Any]:
+def measure_pool(folder: Path, rounds: int) -> dict[str, Any]:
+    """In a process of its own: Mooncake's client cannot be closed in order."""
+    file = folder / "pool.json"
+    program = Path(__file__).with_name("tiers_pool.py")
+    command = [sys.executable, str(program), "--rounds", str(2 * rounds - 1), "--json", str(file)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=240)
+    found = json.loads(file.read_text())
+    lookup = found.pop("lookup")
+    results = {"pool_lookup_ms": lookup["median_ms"], "pool_lookup_p99_ms": lookup["p99_ms"]}
+    for row in found.values():
+        if "object_bytes" in row:
+            name = f"pool_{row['object_bytes'] // 1024}kib"
+            results |= {f"{name}_{key}": value for key, value in row.items() if key.endswith(("_ratio", "_per_s"))}
+    return results
+
+
+def run(rounds: int, folder: Path | None, console: Console, only: str | None = None) -> dict[str, Any]:
+    parts = {"reads": measure_reads, "lookups": measure_lookups, "pool": measure_pool}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="mkv-tiers-", dir=folder) as top, Progress(console=console, transient=True) as progress:
-        task = progress.add_task("tiers", total=2)
-        results = measure_reads(Path(top), rounds)
-        progress.advance(task)
-        results |= measure_lookups(Path(top), rounds)
-        progress.advance(task)
+        task = progress.add_task("tiers", total=len(parts))
+        for name, measure in parts.items():
+            if only in (None, name):
+                results |= measure(Path(top), rounds)
+            progress.advance(task)
     return results | {"targets": {"at_least": AT_LEAST, "at_most": AT_MOST}}
 
 
@@ -237,6 +274,7 @@ def show(results: dict[str, Any], console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the slow tiers.")
     parser.add_argument("--rounds", type=int, default=5, help="scales the number of measurements")
+    parser.add_argument("--only", choices=["reads", "lookups", "pool"], help="measure only these")
     parser.add_argument("--folder", type=Path, help="where to put the files; otherwise the temporary directory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--load", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
@@ -244,7 +282,7 @@ def main() -> None:
     if arguments.load:
         load(arguments.load)
         return
-    results = run(arguments.rounds, arguments.folder, Console(stderr=True))
+    results = run(arguments.rounds, arguments.folder, Console(stderr=True), arguments.only)
     show(results, Console())
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")

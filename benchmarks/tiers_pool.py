@@ -36,7 +36,7 @@ ROUND_BYTES = 192 << 20
 LOOKUP_PAGES = 1000
 TARGET_RATIO = 0.85
 LOOKUP_TARGET_MS = 1.0
-# name -> layers, KV heads, head dim, tokens a page: one object of 1.4 MiB; eight of 1.25 MiB (Llama 3 70B); one of 128 KiB.
+# name -> layers, KV heads, head dim, tokens a page: one object of 1.4 MiB; eight of 2.5 MiB (Llama 3 70B); one of 128 KiB.
 SHAPES = {"smollm2": (30, 3, 64, 64), "llama 70B": (80, 8, 128, 64), "tiny": (4, 4, 32, 64)}
 
 

@@ -44,7 +44,7 @@ def _errors_as_sentences() -> Iterator[None]:
 
     try:
         yield
-    except (ConfigError, NodeUnavailable) as error:
+    except (ConfigError, NodeUnavailable, OSError) as error:
         typer.echo(f"mooncake-kv: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
 
@@ -95,7 +95,7 @@ def status(name: Name = None, as_json: Json = False) -> None:
         from .node.tool import NodeTool
 
         found: list[dict[str, Any]] = []
-        for node in [_node(name)[1]] if name else known_nodes():
+        for node in [_node(name)[1]] if name is not None else known_nodes():
             try:
                 with NodeTool(node, version=_version()) as tool:
                     about = {"version": tool.welcome.version, "pid": tool.welcome.pid}
@@ -169,7 +169,7 @@ def _node(name: str | None, flag: str | None = None) -> tuple[CacheConfig, NodeP
         raise ConfigError(
             f"node is {name!r} (command line) and {config.node!r} ({config.sources['node']}): give it once, or the same value"
         )
-    return config, node_paths(name or config.node)
+    return config, node_paths(config.node if name is None else name)
 
 
 def _version() -> str:
@@ -179,8 +179,10 @@ def _version() -> str:
 
 
 def _print_status(console: Any, about: dict[str, Any]) -> None:
-    """One table; counters that are still zero are left out."""
+    """One table; counters that are still zero are left out. Long words are folded: an ellipsis would hide what was asked for, and not every
+    terminal can show one."""
     from rich.table import Table
+    from rich.text import Text
 
     stats = about.get("stats", {})
     rows = {key: str(about[key]) for key in ("folder", "pid", "version", "reason") if key in about}
@@ -195,8 +197,10 @@ def _print_status(console: Any, about: dict[str, Any]) -> None:
             if value and key not in (*rows, "name", "arena_bytes", "dram_bytes", "host_pool_bytes", "tiers")
         }
     table = Table(title=f"Node {about['node']!r}", title_justify="left", show_header=False)
+    for _ in range(2):
+        table.add_column(overflow="fold")
     for key, value in rows.items():
-        table.add_row(key, value)
+        table.add_row(key, Text(value))
     console.print(table)
     if about["running"]:
         _print_tiers(console, stats["tiers"])
@@ -207,7 +211,7 @@ def _print_tiers(console: Any, tiers: dict[str, dict[str, Any]]) -> None:
 
     table = Table(title="Tiers", title_justify="left")
     for column in ("tier", "state", "pages", "holds", "hit pages", "hit", "read", "written", "not written"):
-        table.add_column(column, justify="left" if column in ("tier", "state") else "right")
+        table.add_column(column, justify="left" if column in ("tier", "state") else "right", overflow="fold")
     for name, tier in tiers.items():
         holds = f"{_mebibytes(tier.get('bytes', 0))} of {_mebibytes(tier.get('limit_bytes', 0))}" if tier.get("limit_bytes") else ""
         unwritten = tier.get("pages_unwritten", 0) + tier.get("pages_failed", 0)

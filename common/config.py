@@ -16,7 +16,6 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-import math
 import os
 import re
 import stat
@@ -201,7 +200,7 @@ def _integer(low: int, high: int) -> Parser:
 def _seconds(value: object) -> float:
     if isinstance(value, str) and re.fullmatch(r"\s*\d{1,12}(\.\d{1,9})?\s*", value, re.ASCII):
         value = float(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value <= 1e9:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e9:
         raise ValueError("it must be a number of seconds, at least 0")
     return float(value)
 
@@ -340,7 +339,7 @@ def asks_for_us(flag: Mapping[str, Any] | None, environ: Mapping[str, str] | Non
     names = set(flag or ())
     if (path := environ.get(FILE_VARIABLE)) is not None:
         try:
-            names |= set(_parse_json(_read_file(path), path))
+            names |= set(_as_object(_parse_json(_read_file(path), path), path))
         except ConfigError as error:
             log.warning("%s", error)
     ours = (set(_PARSERS) | set(_KEY_ALIASES)) - _SHARED
@@ -372,9 +371,7 @@ def load_config(
 
 
 def _take_mapping(given: dict[str, _Given], mapping: Mapping[str, Any], source: str) -> None:
-    if not isinstance(mapping, Mapping):
-        raise ConfigError(f"{source} must be a JSON object, not {type(mapping).__name__}")
-    for name, value in mapping.items():
+    for name, value in _as_object(mapping, source).items():
         key = _KEY_ALIASES.get(name, name)
         if key in _PARSERS:
             _put(given, key, value, source if key == name else f"{source}, as {name}")
@@ -382,6 +379,12 @@ def _take_mapping(given: dict[str, _Given], mapping: Mapping[str, Any], source: 
             log.warning("%s (%s) is a setting of Mooncake that has no effect here", name, source)
         else:
             raise ConfigError(f"{str(name)[:80]!r} ({source}) is no setting{_guess(str(name), (*_PARSERS, *_KEY_ALIASES))}")
+
+
+def _as_object(value: object, source: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{source} must be a JSON object, not {type(value).__name__}")
+    return value
 
 
 def _take_environment(given: dict[str, _Given], environ: Mapping[str, str]) -> None:
@@ -419,7 +422,7 @@ def _read_file(path: str) -> str:
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(f"{what} is larger than {MAX_FILE_BYTES} bytes")
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{what} is not UTF-8") from None
 
@@ -444,6 +447,10 @@ def _parse_json(text: str, source: str) -> Mapping[str, Any]:
         raise ConfigError(f"{source} is no JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
     except RecursionError:
         raise ConfigError(f"{source} is nested too deeply") from None
+    except ConfigError:
+        raise
+    except ValueError:  # Python reads no number of more than 4300 digits
+        raise ConfigError(f"{source} contains a number that is too long") from None
 
 
 def _show(key: str, value: object) -> str:

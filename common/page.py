@@ -20,7 +20,7 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -151,8 +151,9 @@ class PageLayout:
         for spec in self.objects:
             between()
             end = spec.offset + spec.payload_bytes
-            checksum = _checksum(data[spec.offset : end], spec, identity, key)
-            _TRAILER.pack_into(data, end, MAGIC, FORMAT, KEYED if key else 0, spec.payload_bytes, checksum, *identity)
+            checksum = _hasher(spec, identity, key)
+            checksum.update(data[spec.offset : end])
+            _TRAILER.pack_into(data, end, MAGIC, FORMAT, KEYED if key else 0, spec.payload_bytes, checksum.digest(), *identity)
 
     def verify(
         self, slot: np.ndarray, page_hash: bytes, digest: str, key: bytes | None = None, between: Callable[[], object] = _nothing
@@ -160,16 +161,13 @@ class PageLayout:
         """Whether every object of the slot is this page, whole and unchanged, sealed with the same key. `between` as in `seal`."""
         key = self.key if key is None else key
         self._check_slot(slot)
-        identity = _identity(page_hash, digest)
         data = slot.data
         for spec in self.objects:
             between()
+            check = Check(spec, page_hash, digest, key)
             end = spec.offset + spec.payload_bytes
-            magic, version, flags, length, found, found_digest, found_hash = _TRAILER.unpack_from(data, end)
-            expected = (MAGIC, FORMAT, KEYED if key else 0, spec.payload_bytes, *identity)
-            if (magic, version, flags, length, found_digest, found_hash) != expected:
-                return False
-            if not hmac.compare_digest(found, _checksum(data[spec.offset : end], spec, identity, key)):
+            check.update(data[spec.offset : end])
+            if not check.passes(data[end : end + TRAILER_BYTES]):
                 return False
         return True
 
@@ -183,6 +181,28 @@ class PageLayout:
             raise ValueError(f"a slot is {self.slot_bytes} contiguous uint8, not {slot.dtype} of shape {slot.shape}")
 
 
+class Check:
+    """What `PageLayout.verify` does with one object, for a reader that has its payload piece by piece, each still in the processor's cache.
+    A check is used once."""
+
+    def __init__(self, spec: ObjectSpec, page_hash: bytes, digest: str, key: bytes) -> None:
+        """`key`: that of the layout."""
+        identity = _identity(page_hash, digest)
+        self._expected = (MAGIC, FORMAT, KEYED if key else 0, spec.payload_bytes, *identity)
+        self._hasher = _hasher(spec, identity, key)
+
+    def update(self, data: memoryview) -> None:
+        """The next bytes of the payload."""
+        self._hasher.update(data)
+
+    def passes(self, trailer: memoryview) -> bool:
+        """Whether this trailer is that of the payload."""
+        magic, version, flags, length, checksum, *identity = _TRAILER.unpack(trailer)
+        if (magic, version, flags, length, *identity) != self._expected:
+            return False
+        return hmac.compare_digest(checksum, self._hasher.digest())
+
+
 def _identity(page_hash: bytes, digest: str) -> tuple[bytes, bytes]:
     """(namespace digest, half of the page hash) as they stand in a trailer."""
     if len(page_hash) != HASH_BYTES:
@@ -193,10 +213,15 @@ def _identity(page_hash: bytes, digest: str) -> tuple[bytes, bytes]:
     return raw, page_hash[:16]
 
 
-def _checksum(payload: memoryview, spec: ObjectSpec, identity: tuple[bytes, bytes], key: bytes) -> bytes:
+class _Hasher(Protocol):
+    def update(self, data: memoryview, /) -> object: ...
+
+    def digest(self) -> bytes: ...
+
+
+def _hasher(spec: ObjectSpec, identity: tuple[bytes, bytes], key: bytes) -> _Hasher:
     if not key:
-        return xxhash.xxh3_128_digest(payload, seed=spec.first_layer << 32 | spec.first_head)
+        return xxhash.xxh3_128(seed=spec.first_layer << 32 | spec.first_head)
     mac = hashlib.blake2b(_PLACE.pack(spec.first_layer, spec.last_layer, spec.first_head, spec.last_head), digest_size=16, key=key)
     mac.update(_TRAILER.pack(MAGIC, FORMAT, KEYED, spec.payload_bytes, bytes(16), *identity))
-    mac.update(payload)
-    return mac.digest()
+    return mac

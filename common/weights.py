@@ -72,7 +72,10 @@ def weights_digest(weights: Path, mode: Mode, *, cache_dir: Path | None = None, 
     `consolidated`. `cache_dir` is where `full` keeps its results, by default below the user's cache folder. Raises UnsupportedError for
     anything but safetensors.
     """
-    files = _files(weights, consolidated)
+    try:
+        files = _files(weights, consolidated)
+    except OSError as error:
+        raise UnsupportedError(f"the weights {str(weights)!r} cannot be read: {error.strerror} ({error.filename})") from None
     cache = _cache_folder(cache_dir) if mode == "full" else None
     with ThreadPoolExecutor(_THREADS, "weights") as pool:
         found = list(pool.map(lambda path: _tensors(path, mode, cache), files))
@@ -89,8 +92,10 @@ def _files(weights: Path, consolidated: bool) -> list[Path]:
     if index.is_file() and not consolidated:
         try:
             names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
             raise UnsupportedError(f"the index of the weights {str(index)!r} cannot be read: {error}") from None
+        if not names:
+            raise UnsupportedError(f"the index of the weights {str(index)!r} names no file: {_HINT}")
         return [weights / name for name in sorted(names)]
     files = sorted(weights.glob("*.safetensors"))
     chosen = [path for path in files if path.name.startswith("consolidated") == consolidated]
@@ -104,8 +109,10 @@ def _files(weights: Path, consolidated: bool) -> list[Path]:
 def _tensors(path: Path, mode: Mode, cache: Path | None) -> Tensors:
     """Everything that counts of one file. Raises UnsupportedError if it is no valid safetensors file."""
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=_opener) as file:
             fd = file.fileno()
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ValueError("it is no regular file")
             before = _key(fd)
             if cache and (cached := _recall(cache, before)) is not None:
                 return cached
@@ -120,11 +127,15 @@ def _tensors(path: Path, mode: Mode, cache: Path | None) -> Tensors:
             tensors = {name: _facts(entry, fd, start, size, read) for name, entry in by_place}
             if _key(fd) != before:
                 raise ValueError("it changed while it was read")
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise UnsupportedError(f"the weight file {str(path)!r} cannot be identified: {error}") from None
     if cache and time.time_ns() - max(before[_TIMES]) > SETTLED_NS:
         _remember(cache, before, tensors)
     return tensors
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # or a pipe would block
 
 
 def _header(fd: int) -> tuple[dict[str, _Header], int]:
@@ -180,11 +191,11 @@ def _key(fd: int) -> list[int]:
 
 def _cache_folder(given: Path | None) -> Path | None:
     """A folder that only the user can write to, or None if there is none to be had: then nothing is cached."""
-    folder = given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mooncake-kv" / "fingerprints"
     try:
+        folder = given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mooncake-kv" / "fingerprints"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         log.warning("the results of fingerprint: full are not kept: %s", error)
         return None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:

@@ -93,16 +93,20 @@ class Summary:
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + LOG_S
         new = self._counters - self._shown
-        if not new:
-            return
-        self._shown = Counter(self._counters)
         tiers = ", ".join(f"{name.removeprefix('loaded_tokens_')} {new[name]}" for name in sorted(new) if name.startswith("loaded_tokens_"))
         rest = ", ".join(
             f"{name} {new[name]}" for name in sorted(new) if name in METRICS and METRICS[name][0] in ("no_load", "failures", "pages")
         )
+        if not new["prompt_tokens"] and not rest:
+            return
+        self._next = now + LOG_S
+        self._shown = Counter(self._counters)
         logger.info(
             "of %d prompt tokens %d from LMDeploy's own cache, %d loaded%s%s",
-            new["prompt_tokens"], new["local_tokens"], new["loaded_tokens"], f" ({tiers})" if tiers else "", f"; {rest}" if rest else "",
-        )  # fmt: skip
+            new["prompt_tokens"],
+            new["local_tokens"],
+            new["loaded_tokens"],
+            f" ({tiers})" if tiers else "",
+            f"; {rest}" if rest else "",
+        )

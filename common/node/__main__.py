@@ -86,7 +86,7 @@ def _settings(parsed: argparse.Namespace) -> NodeSettings:
     for flag in ("settings", "sources"):
         try:
             value = json.loads(getattr(parsed, flag))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"--{flag} is no JSON: {error}") from None
         if not isinstance(value, dict):
             raise ConfigError(f"--{flag} must be a JSON object")

@@ -98,7 +98,8 @@ class SizeClass:
 
 
 class Arena:
-    """At most `budget` bytes of extents of about `extent_size` bytes. With `auto` it also stops growing when the machine runs short."""
+    """At most `budget` bytes of extents of about `extent_size` bytes, and none that the machine has no memory for, whatever the budget: the
+    kernel would kill a process for it, maybe an engine. With `auto` as much again is left to others."""
 
     def __init__(self, budget: int, extent_size: int, auto: bool) -> None:
         self.budget = budget
@@ -118,7 +119,9 @@ class Arena:
         wish = max(min(self.extent_size, self.budget // MIN_EXTENTS), slot_bytes)
         size = min(wish, self.budget - self.bytes)
         # A scrap that other slot sizes have left over is not worth a mapping in every client.
-        if size < max(slot_bytes, wish // 8) or (self.auto and memory.available() < 2 * size):
+        if size < max(slot_bytes, wish // 8):
+            return 0
+        if (memory.available() < 2 * size) if self.auto else (memory.available(at_most=True) < size):
             return 0
         return size // slot_bytes
 

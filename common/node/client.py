@@ -305,8 +305,7 @@ class NodeClient:
                     break
                 wait = REFUSED_S
             except Exception as error:  # a mistake of ours costs the cache, not the engine
-                log.exception("the client of node %r failed", self._config.node)
-                self._report(f"the client failed: {error}")
+                self._report(f"the client of node {self._config.node!r} failed: {error!r}", logging.ERROR, trace=True)
             if wait is None:
                 wait, delay = delay, min(2 * delay, BACKOFF_MAX_S)
             self._pause(wait)
@@ -442,19 +441,19 @@ class NodeClient:
         self._doorbell.hear()
         self._reap()
 
-    def _report(self, reason: str, level: int = logging.WARNING) -> None:
-        """Ready ('') or not, and why."""
+    def _report(self, reason: str, level: int = logging.WARNING, *, trace: bool = False) -> None:
+        """Ready ('') or not, and why; with `trace` the log shows where the exception that is being handled came from."""
         self.reason = reason
         with self._changed:
             self._changed.notify_all()
         if self._stopping:
             return
         if reason:
-            self._log(level, f"{self._role}: no cache: {reason}")
+            self._log(level, f"{self._role}: no cache: {reason}", trace)
         else:
             self._log(logging.INFO, f"{self._role}: node {self._config.node!r} (pid {self._link.node_pid}) is ready")
 
-    def _log(self, level: int, text: str) -> None:
+    def _log(self, level: int, text: str, trace: bool = False) -> None:
         """At most one line of a level in LOG_S, and the same line again only after SAME_LOG_S."""
         now = time.monotonic()
         last, last_text = self._logged.get(level, (-SAME_LOG_S, ""))
@@ -462,7 +461,7 @@ class NodeClient:
             self._counters["log_lines_suppressed"] += 1
             return
         self._logged[level] = (now, text)
-        log.log(level, "%s", text)
+        log.log(level, "%s", text, exc_info=trace)
 
     def _forked(self) -> None:
         """In a forked child, whose thread does not exist."""

@@ -95,7 +95,7 @@ class Wire:
                 break
             try:
                 messages.append(protocol.decode_to_client(bytes(self._unread[begin + protocol.HEADER.size : end])))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise ConnectionLost(f"the node sent something that is no message: {error}") from None
             begin = end
         del self._unread[:begin]

@@ -7,7 +7,9 @@ Promises:
   client closes only after it has unmapped everything, and the kernel closes a killed client's sockets after its mappings. Until then
   an ended connection is read on and what it says is ignored.
 
-Raw sockets with add_reader and add_writer, because asyncio's transports cannot pass descriptors.
+Raw sockets with add_reader and add_writer, because asyncio's transports cannot pass descriptors. Every wake-up reads until the socket has
+nothing more: once a client that left messages unread has closed, uvloop wakes us a single time, since libuv takes POLLERR for the end of
+polling, and what was said last, and the end itself, would never be read (measured with uvloop 0.23).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ log = logging.getLogger("mooncake_kv.node")
 
 MAX_QUEUE = 8 << 20
 _RECEIVE = 256 << 10
+_RECEIVES_A_CALL = 2
 _FRAMES_A_CALL = 64
 _FD = struct.Struct("i")
 
@@ -111,23 +114,30 @@ class Connection:
             self._sock.shutdown(socket.SHUT_WR)
 
     def _readable(self) -> None:
-        try:
-            data = self._sock.recv(_RECEIVE)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:  # reset: the client closed with our messages unread
-            data = b""
-        if not data:
-            gone = self._gone
-            self.close()
-            gone()
-            return
+        for _ in range(_RECEIVES_A_CALL):
+            if self._sock.fileno() < 0:
+                return
+            try:
+                data = self._sock.recv(_RECEIVE)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:  # reset: the client closed with our messages unread
+                data = b""
+            if not data:
+                gone = self._gone
+                self.close()
+                gone()
+                return
+            self._take(data)
+        self._loop.call_soon(self._readable)
+
+    def _take(self, data: bytes) -> None:
         if self.ended:
             return
         self._in += data
         try:
             self._parse()
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             self._in.clear()
             self.fail(str(error))
 

@@ -85,7 +85,12 @@ class Helper:
             pool = self._seal if message.kind == "seal" else self._check
             pool.submit(self._work, message)
         elif isinstance(message, Map):
-            self._extents.map(message.extent, message.size, fds[0])
+            try:
+                self._extents.map(message.extent, message.size, fds[0])
+            except OSError as problem:  # no address space, or no descriptor: mmap keeps one
+                os.close(fds[0])
+                child_side.send(self._sock, Populated(message.extent, 0, True, str(problem)))
+                return
             self._populate.submit(self._allocate, message.extent, fds[0], message.size)
         elif isinstance(message, Unmap):
             self._extents.unmap(message.extent)
@@ -113,10 +118,10 @@ class Helper:
 
     def _allocate(self, extent: int, fd: int, size: int) -> None:
         """Through the descriptor: as fast as MADV_POPULATE_WRITE (3 GB/s, both measured), without a lock on our address space meanwhile."""
-        zeros = bytes(_WRITE_STEP)
         end = 0
         error = ""
         try:
+            zeros = bytes(_WRITE_STEP)
             while end < size:
                 for _ in range(_POPULATE_STEP // _WRITE_STEP):
                     os.sched_yield()
@@ -124,8 +129,8 @@ class Helper:
                         end += os.pwrite(fd, zeros[: size - end], end)
                 if end < size:
                     child_side.send(self._sock, Populated(extent, end))
-        except OSError as problem:
-            error = str(problem)
+        except (OSError, MemoryError) as problem:
+            error = str(problem) or "no memory"
         os.close(fd)
         child_side.send(self._sock, Populated(extent, end, True, error))
 

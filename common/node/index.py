@@ -67,12 +67,17 @@ class Namespace:
         self.pages: dict[bytes, Entry] = {}
         self.claims: dict[bytes, Reservation | None] = {}
         self.reads: dict[bytes, Reading] = {}
+        # Who waits for pages that are being sealed.
+        self.sealings: dict[bytes, list[Callable[[], object]]] = {}
         self.sessions: set[Session] = set()
         self.drops = 0
         grid = layout.namespace.num_layers * layout.namespace.num_kv_heads
         self.whole = (1 << grid) - 1
         # Pages of one job of the helper or a tier.
         self.batch_pages = min(max(1, BATCH_BYTES // size_class.slot_bytes), MAX_JOB_PAGES)
+
+    def being_sealed(self, page_hash: bytes) -> bool:
+        return page_hash in self.claims and self.claims[page_hash] is None
 
 
 def parts(items: list[T], space: Namespace) -> list[list[T]]:
@@ -104,6 +109,15 @@ class Index:
                 break
             found.append(entry)
         return found
+
+    def coming(self, space: Namespace, joined: bytes) -> int:
+        """The length of the leading run of pages that are there or being sealed."""
+        count = 0
+        for (page_hash,) in split_hashes(joined):
+            if page_hash not in space.pages and not space.being_sealed(page_hash):
+                break
+            count += 1
+        return count
 
     def touch(self, run: list[Entry]) -> None:
         """These pages of one prefix were used now."""

@@ -20,7 +20,7 @@ Done = Callable[[dict[str, int]], object]
 
 
 class Looker:
-    """Asks the tiers in their order, each for what lies behind what those before it have."""
+    """Asks the tiers in their order, anew at each page at which the one before and memory came up short."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, index: Index, links: Sequence[TierLink]) -> None:
         self._loop = loop
@@ -49,6 +49,9 @@ class _Look:
         self._hashes = hashes
         self._done = done
         self._place = 0
+        self._asked = 0
+        # By tier, the page that it has not got.
+        self._lacks = [-1] * len(links)
         self._next = found
         self._counts = {DRAM: found}
         self._over = False
@@ -56,13 +59,13 @@ class _Look:
         self._ask()
 
     def _ask(self) -> None:
-        while self._place < len(self._links) and not self._links[self._place].works:
-            self._place += 1
         if self._over:
             return
         rest = self._hashes[self._next * HASH_BYTES : (self._next + MAX_HASHES) * HASH_BYTES]
-        if rest and self._place < len(self._links):
-            self._links[self._place].leading(self._space.digest, rest, self._found)
+        place = next((i for i, link in enumerate(self._links) if link.works and self._lacks[i] != self._next), None)
+        if rest and place is not None:
+            self._place, self._asked = place, len(rest) // HASH_BYTES
+            self._links[place].leading(self._space.digest, rest, self._found)
         else:
             self._answer()
 
@@ -72,11 +75,11 @@ class _Look:
         name = self._links[self._place].name
         self._counts[name] = self._counts.get(name, 0) + count
         self._next += count
+        if count < self._asked:
+            self._lacks[self._place] = self._next
         here = len(self._index.find(self._space, self._hashes[self._next * HASH_BYTES :]))
         self._counts[DRAM] += here
         self._next += here
-        # A full answer may be all that fitted into the question.
-        self._place += count < MAX_HASHES
         self._ask()
 
     def _answer(self) -> None:

@@ -19,9 +19,10 @@ def auto_size(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> int:
     return available(proc, sys) // AUTO_SHARE
 
 
-def available(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> int:
-    """Bytes: the least of MemAvailable and, for every cgroup above us, limit minus use (without page cache that can go)."""
-    rooms = [_meminfo(proc), *_cgroup_rooms(proc, sys)]
+def available(proc: Path = Path("/proc"), sys: Path = Path("/sys"), *, at_most: bool = False) -> int:
+    """Bytes: the least of MemAvailable and, for every cgroup above us, limit minus use (without page cache that has not been used again;
+    with `at_most`, without any page cache: what the kernel could find before it kills)."""
+    rooms = [_meminfo(proc), *_cgroup_rooms(proc, sys, ("inactive_file", "active_file") if at_most else ("inactive_file",))]
     return max(0, min(rooms))
 
 
@@ -32,14 +33,14 @@ def _meminfo(proc: Path) -> int:
     raise OSError(f"{proc}/meminfo has no MemAvailable")
 
 
-def _cgroup_rooms(proc: Path, sys: Path) -> list[int]:
+def _cgroup_rooms(proc: Path, sys: Path, caches: tuple[str, ...]) -> list[int]:
     rooms = []
     for line in _read(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            mount, limit, use, cache = sys / "fs/cgroup", "memory.max", "memory.current", "inactive_file"
+            mount, limit, use, total = sys / "fs/cgroup", "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
-            mount, limit, use, cache = sys / "fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            mount, limit, use, total = sys / "fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         else:
             continue
         # In a container the path may be the host's and not exist below our mount; the mount itself is then our own group.
@@ -49,7 +50,7 @@ def _cgroup_rooms(proc: Path, sys: Path) -> list[int]:
                 break
             bound, used = _read(folder / limit).strip(), _read(folder / use).strip()
             if bound.isdigit() and used.isdigit() and int(bound) < _NO_LIMIT:
-                rooms.append(int(bound) - int(used) + _stat(folder, cache))
+                rooms.append(int(bound) - int(used) + sum(_stat(folder, total + cache) for cache in caches))
     return rooms
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -87,18 +86,21 @@ def base_folder(environ: Mapping[str, str] | None = None) -> Path:
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     if runtime.startswith("/") and _usable_runtime(runtime):
         return Path(runtime) / APP
-    temporary = environ.get("TMPDIR") or tempfile.gettempdir()
+    # Not tempfile.gettempdir(), which goes elsewhere while the folder is full.
+    temporary = environ.get("TMPDIR") or "/tmp"
     return Path(os.path.abspath(temporary)) / f"{APP}-{os.geteuid()}"
 
 
 def create(paths: NodePaths) -> None:
-    """Make the node's folder where it is missing, and check it. Raises ConfigError where it cannot be trusted, OSError where it cannot be
-    made."""
-    _check_root(paths.folder.parent.parent)
-    for folder in (paths.folder.parent, paths.folder):
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        _check_ours(folder)
+    """Make the node's folder where it is missing, and check it. Raises ConfigError where it cannot be trusted or made."""
+    try:
+        _check_root(paths.folder.parent.parent)
+        for folder in (paths.folder.parent, paths.folder):
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            _check_ours(folder)
+    except OSError as error:
+        raise ConfigError(f"node folder: {str(paths.folder)!r} cannot be made: {error.strerror} ({error.filename})") from None
 
 
 def check(paths: NodePaths) -> bool:
@@ -115,13 +117,14 @@ def check(paths: NodePaths) -> bool:
 
 
 def known_nodes(environ: Mapping[str, str] | None = None) -> list[NodePaths]:
-    """Nodes of this user that have a socket, running or not, by name."""
+    """Nodes of this user that have a socket, running or not, by name. What lies there and cannot be a node is passed over."""
     base = base_folder(environ)
     try:
         names = sorted(os.listdir(base))
     except OSError:
         return []
-    return [paths for name in names if _NAME.fullmatch(name) and (paths := at_folder(base / name)).socket.exists()]
+    found = [NodePaths(name, base / name) for name in names if _NAME.fullmatch(name)]
+    return [paths for paths in found if len(os.fsencode(paths.socket)) <= MAX_SOCKET_PATH and os.path.lexists(paths.socket)]
 
 
 def _usable_runtime(runtime: str) -> bool:

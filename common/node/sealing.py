@@ -2,7 +2,7 @@
 
 Promises:
 - A page becomes visible only after the helper process has sealed it, and not at all if its namespace was dropped or its extent drained in
-  between.
+  between. Fetches that come to it meanwhile wait for that, and lookups count it: whoever asks after its writer has told of it finds it.
 - While the helper works on a slot, a pin keeps the slot where it is, whatever clients do.
 """
 
@@ -88,4 +88,7 @@ class Sealer:
             self._writes.touch(space, joined)
             if joined[-HASH_BYTES:] in last:
                 self._writes.offer(run, "prefix_end")
+        for page_hash, _ in part:
+            for waiter in space.sealings.pop(page_hash, ()):
+                waiter()
         self._changed()

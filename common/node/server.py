@@ -19,6 +19,7 @@ import struct
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from ..errors import UnsupportedError
 from . import protocol
@@ -37,6 +38,9 @@ TICK_S = 0.5
 # The first request after a start should find what lies on disk.
 TIERS_S = 2.0
 FOLDER_S = 60.0
+# Without a free descriptor nobody can be let in; looking again at once would take a whole core.
+ACCEPT_PAUSE_S = 1.0
+ACCEPT_LOG_S = 60.0
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -59,6 +63,7 @@ class Node:
         self._clients: set[Client] = set()
         self._metrics: MetricsServer | None = None
         self._failure = ""
+        self._accept_logged = -ACCEPT_LOG_S
         self._leaving = asyncio.Event()
 
     async def run(self) -> None:
@@ -99,12 +104,23 @@ class Node:
     def _listen(self) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._paths.socket)  # of a node that was killed: we hold the lock
-        self._paths.pid.write_text(f"{os.getpid()}\n")
+        self._tell_people(self._paths.pid, str(os.getpid()))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        self._listener.bind(str(self._paths.socket))
+        try:
+            self._listener.bind(str(self._paths.socket))
+        except OSError as error:
+            raise OSError(f"the socket {str(self._paths.socket)!r} cannot be made: {error.strerror}") from None
         self._socket_inode = os.lstat(self._paths.socket).st_ino
         self._listener.listen(512)
         self._loop.add_reader(self._listener, self._accept)
+
+    @staticmethod
+    def _tell_people(file: Path, line: str) -> None:
+        """Write a file that the node does not need itself: a full disk costs the file."""
+        try:
+            file.write_text(f"{line}\n")
+        except OSError as error:
+            log.warning("the file %s could not be written: %s", file, error.strerror)
 
     def _start_metrics(self) -> None:
         """In a thread, because Python's HTTP server asks the resolver for its own name, which may take seconds."""
@@ -126,7 +142,7 @@ class Node:
         if not self._leaving.is_set():
             self._metrics = server
             self._service.metrics_address = server.address
-            self._paths.metrics.write_text(f"{server.address}\n")
+            self._tell_people(self._paths.metrics, server.address)
 
     def _close(self) -> None:
         self._loop.remove_reader(self._listener)
@@ -156,7 +172,11 @@ class Node:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            log.error("cannot accept a client: %s", error)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
+            if (now := time.monotonic()) - self._accept_logged >= ACCEPT_LOG_S:
+                self._accept_logged = now
+                log.error("cannot accept a client: %s", error)
             return
         pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         client = Client(pid)
@@ -171,6 +191,10 @@ class Node:
         self._clients.add(client)
         if uid != os.geteuid():
             self._refuse(client, f"the node at {self._paths.socket} serves uid {os.geteuid()}, not uid {uid}")
+
+    def _accept_again(self) -> None:
+        if not self._leaving.is_set():
+            self._loop.add_reader(self._listener, self._accept)
 
     def _refuse(self, client: Client, reason: str) -> None:
         self._service.counters.clients_refused += 1

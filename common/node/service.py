@@ -290,12 +290,12 @@ class Service:
         start = time.perf_counter()
         _check_hashes(message.hashes)
         space = session.space
-        run = self._index.find(space, message.hashes)
-        self._index.touch(run)
-        if self._tiers and len(run) * HASH_BYTES < len(message.hashes):
-            self._looker.look(space, message.hashes, len(run), partial(self._looked, session, message))
+        self._index.touch(self._index.find(space, message.hashes))
+        found = self._index.coming(space, message.hashes)
+        if self._tiers and found * HASH_BYTES < len(message.hashes):
+            self._looker.look(space, message.hashes, found, partial(self._looked, session, message))
         else:
-            self._looked(session, message, {DRAM: len(run)})
+            self._looked(session, message, {DRAM: found})
         self.counters.lookups += 1
         self.lookups.add(time.perf_counter() - start)
 

@@ -2,16 +2,17 @@
 
 Promises:
 - A page is reported as staged only after its trailers matched while it was leased, unless it was in memory and the fetch says that its
-  reader checks it; pages are reported in order and at most once, with the tier they came from. One that does not match is dropped at once,
-  counted, and ends the run.
+  reader checks it; pages are reported in order and at most once, with the tier they came from. One that does not match is dropped at once
+  and counted.
 - While the helper works on a page, a lease of its own keeps the slot where it is, whatever clients do.
 - Fetches take turns: each has at most BATCHES_IN_FLIGHT batches of BATCH_BYTES in the queues of helper and tiers.
 - What a fetch reads goes into slots that were free or hold pages nobody has leased. A fetch that ends early, for whatever reason, keeps
   nothing but what it has reported until its Release; what is still being read for it becomes an ordinary page.
 - A fetch that waits for slow tiers ends at its deadline, with what is there.
 
-Order of tiers: memory first, then each slow tier in turn for what lies behind. One that comes up short ends the run, unless it did so
-before the first page it was asked for: then the next tier is asked."""
+Order of tiers: memory first, then the slow tiers in their order, anew for each page at which the one before came up short, whether it said
+so or gave less than it had said. So a prefix may be spread over all of them in any pattern. A run ends at the first page that nobody gives;
+each tier is asked for a page once in a run, so it ends whatever the tiers say."""
 
 from __future__ import annotations
 
@@ -38,17 +39,19 @@ class Batch:
     """The next `count` pages of a run. `good` is how many of them, from the first, are verified, None while that is not known. `entries`
     are leased; of a batch from a slow tier they are there when it is."""
 
-    def __init__(self, count: int, entries: list[Entry], tier: str = DRAM, good: int | None = None) -> None:
+    def __init__(self, count: int, entries: list[Entry], place: int = -1, good: int | None = None) -> None:
+        """`place`: of the tier, -1 for memory."""
         self.count = count
         self.entries = entries
-        self.tier = tier
+        self.place = place
         self.good = good
 
 
 class Run:
     """One fetch. Its pages, in order: `staged` are reported, `batches` under way, `ahead` leased; page `next` is the first behind those,
-    and from page `end` on there is nothing more to come. `place` is the slow tier in use, which has `found` more pages, and maybe more than
-    that (`more`). `waiting`: for an answer of a tier, for another fetch's page, or for room."""
+    and from page `end` on there is nothing more to come. `place` is the slow tier in use, which has `found` more pages; `lacks` holds
+    (place of a tier, page that it has not got). `waiting`: for an answer of a tier, for a page that another fetch reads or that is being
+    sealed, or for room; what comes for another `turn` than this one is not waited for any more. `final`: nothing is asked for again."""
 
     def __init__(self, message: Fetch, end: int, entries: list[Entry]) -> None:
         self.request = message.request
@@ -63,8 +66,10 @@ class Run:
         self.end = end
         self.place = -1
         self.found = 0
-        self.more = False
+        self.lacks: set[tuple[int, int]] = set()
         self.waiting = ""
+        self.turn = 0
+        self.final = False
         self.ended = False
         self.timer: asyncio.TimerHandle | None = None
 
@@ -100,7 +105,7 @@ class Stager:
         self._reader = reader
         self._writes = writes
         self._counters = counters
-        self._roomless: list[tuple[Session, Run]] = []
+        self._roomless: list[tuple[Session, Run, int]] = []
         # Pages and bytes reported, by tier.
         self.hits: dict[str, list[int]] = {name: [0, 0] for name in (DRAM, *(link.name for link in reader.links))}
 
@@ -135,8 +140,8 @@ class Stager:
     def room(self) -> None:
         """There may be more room than before."""
         roomless, self._roomless = self._roomless, []
-        for session, run in roomless:
-            self._go_on(session, run)
+        for session, run, turn in roomless:
+            self._go_on(session, run, turn)
 
     def suspect(self, space: Namespace, hashes: list[bytes]) -> None:
         """Check these pages again and drop those that do not match."""
@@ -160,18 +165,19 @@ class Stager:
 
     def _pump(self, session: Session, run: Run) -> None:
         """Put batches into the queues, then report what is verified."""
-        while not run.ended and sum(batch.good is None for batch in run.batches) < BATCHES_IN_FLIGHT:
-            if run.ahead:
-                self._check(session, run)
-            elif run.waiting or run.next >= run.end or not self._extend(session, run):
-                break
-        if not run.ended:
-            self._report(session, run)
+        again = True
+        while again and not run.ended:
+            while sum(batch.good is None for batch in run.batches) < BATCHES_IN_FLIGHT:
+                if run.ahead:
+                    self._check(session, run)
+                elif run.waiting or run.next >= run.end or not self._extend(session, run):
+                    break
+            again = self._report(session, run)
 
-    def _go_on(self, session: Session, run: Run) -> None:
-        """What the run has waited for is there."""
-        run.waiting = ""
-        if not run.ended:
+    def _go_on(self, session: Session, run: Run, turn: int) -> None:
+        """What the run has waited for in that turn is there."""
+        if turn == run.turn and not run.ended:
+            run.waiting = ""
             self._pump(session, run)
 
     def _check(self, session: Session, run: Run) -> None:
@@ -212,13 +218,17 @@ class Stager:
             if not run.ahead:
                 run.end = run.next
             return True
+        if space.being_sealed(page_hash):
+            run.waiting, turn = "page", run.turn
+            space.sealings.setdefault(page_hash, []).append(lambda: self._go_on(session, run, turn))
+            return False
         if reading := space.reads.get(page_hash):
             run.waiting = "page"
             self._set_out(session, run)
-            reading.waiters.append(lambda: self._go_on(session, run))
-            # Then ask the same tier again: the page may not have come.
+            turn = run.turn
+            reading.waiters.append(lambda: self._go_on(session, run, turn))
+            # Ask then: the page may not have come.
             run.found = 0
-            run.more = run.place >= 0
             return False
         if run.found:
             return self._read(session, run)
@@ -226,28 +236,26 @@ class Stager:
         return False
 
     def _ask(self, session: Session, run: Run) -> None:
-        """Whether the next tier, or the same one further on, has pages from `next` on."""
-        links = self._reader.links
-        run.place += not run.more
-        run.more = False
-        while run.place < len(links) and not links[run.place].works:
-            run.place += 1
-        if run.place == len(links):
-            run.end = run.next
+        """The next tier that may have pages from `next` on."""
+        links, asked = self._reader.links, run.next
+        place = next((i for i, link in enumerate(links) if link.works and (i, asked) not in run.lacks), None)
+        if place is None:
+            run.end = asked
             if links:
-                session.chains.expect(run.hashes, run.end)
+                session.chains.expect(run.hashes, asked)
             return
-        asked = run.next
         hashes = run.hashes[asked * HASH_BYTES : min(run.end, asked + MAX_HASHES) * HASH_BYTES]
-        run.waiting = "answer"
+        run.place, run.waiting, turn = place, "answer", run.turn
         self._set_out(session, run)
 
         def done(count: int) -> None:
-            run.found = count
-            run.more = count == MAX_HASHES
-            self._go_on(session, run)
+            if turn == run.turn:
+                run.found = count
+                if count * HASH_BYTES < len(hashes):
+                    run.lacks.add((place, asked + count))
+            self._go_on(session, run, turn)
 
-        links[run.place].leading(session.space.digest, hashes, done)
+        links[place].leading(session.space.digest, hashes, done)
 
     def _set_out(self, session: Session, run: Run) -> None:
         """The run goes beyond memory: that may take longer, and has a deadline."""
@@ -267,18 +275,20 @@ class Stager:
         if not slots:
             if self._reader.room_may_come(session.engine):
                 run.waiting = "room"
-                self._roomless.append((session, run))
+                self._roomless.append((session, run, run.turn))
             else:
                 run.end = run.next
             return False
-        batch = Batch(len(slots), [], self._reader.links[place].name)
+        batch = Batch(len(slots), [], place)
         run.batches.append(batch)
         run.next += len(slots)
         run.found -= len(slots)
 
+        turn = run.turn
+
         def done(entries: list[Entry]) -> None:
             batch.good = len(entries)
-            if run.ended:
+            if run.ended or turn != run.turn:
                 return
             for entry in entries:
                 self._index.lease(entry)
@@ -298,37 +308,47 @@ class Stager:
         while whole < len(run.batches) and run.batches[whole].good is not None:
             whole += 1
         self._cut(run, whole)
+        run.final, run.end = True, run.next
         self._report(session, run)
 
     def _cut(self, run: Run, batches: int) -> None:
-        """Nothing comes behind so many batches."""
+        """Leave nothing behind so many batches, and wait for nothing."""
         rest: list[Entry] = []
         while len(run.batches) > batches:
             rest = run.batches.pop().entries + rest
         rest += run.ahead
         run.ahead = []
         run.waiting = ""
-        run.end = run.next
+        run.turn += 1
+        run.found = 0
+        run.next = len(run.staged) + sum(batch.count for batch in run.batches)
         self._index.unlease(rest)
 
-    def _report(self, session: Session, run: Run) -> None:
+    def _report(self, session: Session, run: Run) -> bool:
+        """Whether the run has to look elsewhere for a page that did not come."""
         slot_bytes = session.space.size_class.slot_bytes
+        again = False
         news: list[Staged] = []
         while run.batches and (good := run.batches[0].good) is not None:
             batch = run.batches.popleft()
             entries = batch.entries[:good]
             run.staged += entries
             if entries:
-                if not news or news[-1].tier != batch.tier:
-                    news.append(Staged(run.request, [], False, batch.tier))
+                tier = DRAM if batch.place < 0 else self._reader.links[batch.place].name
+                if not news or news[-1].tier != tier:
+                    news.append(Staged(run.request, [], False, tier))
                 news[-1].slots += [entry.slot for entry in entries]
-                self.hits[batch.tier][0] += good
-                self.hits[batch.tier][1] += good * slot_bytes
+                self.hits[tier][0] += good
+                self.hits[tier][1] += good * slot_bytes
                 self._counters.pages_staged += good
                 self._counters.bytes_staged += good * slot_bytes
             if good < batch.count:
                 self._index.unlease(batch.entries[good:])
                 self._cut(run, 0)
+                run.lacks.add((batch.place, run.next))
+                again = not run.final
+                if run.final:
+                    run.end = run.next
         if not run.batches and not run.ahead and not run.waiting and run.next >= run.end:
             run.ended = True
             if run.timer is not None:
@@ -341,6 +361,7 @@ class Stager:
             news[-1].done = True
         for message in news:
             session.send(message)
+        return again
 
     def _drop_bad(self, entry: Entry) -> None:
         if entry.dead:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import select
 import socket
+import time
 from types import TracebackType
 from typing import Any, Self, TypeVar
+
+import msgspec
 
 from . import protocol, spawn
 from .paths import NodePaths
@@ -27,8 +30,8 @@ class NodeTool:
         connection = spawn.connect(node)
         if connection is None:
             raise NodeUnavailable(f"node {node.name!r} is not running ({node.folder})")
-        connection.settimeout(timeout_s)
         self._timeout_s = timeout_s
+        self._deadline = 0.0
         self._socket: socket.socket = connection
         try:
             hello = protocol.Hello(major=protocol.MAJOR, minor=protocol.MINOR, version=version, role="tool", pid=os.getpid())
@@ -63,7 +66,9 @@ class NodeTool:
 
     def _ask(self, message: protocol.Message, kind: type[Answer]) -> Answer:
         """Send, and read on to the answer of that kind."""
+        self._deadline = time.monotonic() + self._timeout_s
         try:
+            self._socket.settimeout(self._timeout_s)
             self._socket.sendall(protocol.frame(message))
             while not isinstance(answer := self._receive(), kind):
                 if isinstance(answer, protocol.Refused):
@@ -72,6 +77,8 @@ class NodeTool:
             raise NodeUnavailable(f"node {self._node.name!r} does not answer") from None
         except OSError as error:
             raise NodeUnavailable(f"node {self._node.name!r} is gone: {error.strerror}") from None
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise NodeUnavailable(f"node {self._node.name!r} sent something that is no message: {error}") from None
         return answer
 
     def _receive(self) -> protocol.Message:
@@ -83,6 +90,9 @@ class NodeTool:
     def _exactly(self, length: int) -> bytes:
         parts = bytearray()
         while len(parts) < length:
+            if (left := self._deadline - time.monotonic()) <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left)
             data = self._socket.recv(length - len(parts))
             if not data:
                 raise NodeUnavailable(f"node {self._node.name!r} ended the connection")

@@ -1,20 +1,23 @@
 """What a slow tier (SSD, pool) does. It lives in a process of its own, because native calls may crash or hang.
 
 Promises to whoever writes a tier: calls come from several threads at once, only for namespaces that `add_space` has announced, and with
-slots that nobody else writes to until the call returns. What `read` has brought is checked by the caller before anybody sees it. Slots lie
-in memory that `add_memory` has announced, until `drop_memory`.
+slots that nobody else writes to until the call returns. What `read` has brought is checked by the caller before anybody sees it, unless the
+tier does that. Slots lie in memory that `add_memory` has announced, until `drop_memory`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 
 from ..page import PageLayout
 
+T = TypeVar("T")
 Why = Literal["", "second_use", "prefix_end"]
 Stats = dict[str, int | float | str]
 
@@ -24,8 +27,8 @@ class TierDown(Exception):
 
 
 class Tier(Protocol):
-    """`add_memory`, `drop_memory` and `touch` need not be there. Any call may raise TierDown. Page hashes have 32 bytes, digests 32 hex
-    digits; slots are uint8 [layout.slot_bytes]."""
+    """`add_memory`, `drop_memory`, `touch` and `checks` need not be there. Any call may raise TierDown. Page hashes have 32 bytes, digests
+    32 hex digits; slots are uint8 [layout.slot_bytes]."""
 
     name: str
 
@@ -64,6 +67,12 @@ class RegistersMemory(Protocol):
         """No slot lies there any more; the bytes are about to be unmapped."""
 
 
+class Checks(Protocol):
+    """A tier whose `read` counts only pages that it has checked as PageLayout.verify does; it knows `bad` by itself, then."""
+
+    checks: bool
+
+
 class NoticesUse(Protocol):
     """A tier that keeps what is in use."""
 
@@ -73,6 +82,13 @@ class NoticesUse(Protocol):
 
 # Where `open_tier(settings) -> Tier` is, by name of the tier.
 MODULES = {"ssd": "mooncake_kv.common.tiers.ssd", "pool": "mooncake_kv.common.tiers.pool"}
+
+
+def with_low_priority(call: Callable[[], T], nice: int) -> T:
+    """What `call` returns. It runs in a thread of its own that is so much nicer than this one, and so are all threads that it starts, which
+    on Linux inherit that: a library's threads make way for the node's event loop."""
+    with ThreadPoolExecutor(1, "nice", os.nice, (nice,)) as pool:
+        return pool.submit(call).result()
 
 
 def open_tier(name: str, settings: Mapping[str, Any]) -> Tier:

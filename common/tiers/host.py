@@ -2,7 +2,7 @@
 
 Promises:
 - Every job is answered once, also one that failed, and only when no thread of ours touches its slots any more.
-- A page that was read counts only after its trailers matched; what does not match is reported to the tier.
+- A page that was read counts only after its trailers matched; what does not match is reported to the tier, unless that checks itself.
 - A namespace is dropped after the writes that came before and before those that come after: one thread does all writes and drops.
 - Ends at once when the node is gone; when the node closes the socket, after the tier's `close`, within CLOSE_S.
 """
@@ -20,17 +20,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import cast
 
+import numpy as np
+
 from ..errors import ConfigError
 from ..identity import KVNamespace
 from ..node import child_side
 from ..node.child_side import Extents, Map, Space, Unmap
-from ..node.protocol import unpack_hashes
+from ..node.protocol import SLOT_SHIFT, unpack_hashes
 from ..page import PageLayout
-from .base import NoticesUse, RegistersMemory, Stats, Tier, TierDown, open_tier
+from .base import NoticesUse, RegistersMemory, Stats, Tier, TierDown, open_tier, with_low_priority
 from .messages import Open, Opened, Report, Result, TierJob, Touch, decode_to_tier
 
 READ_NICE = 10
 WRITE_NICE = 15
+POPULATE_NICE = 19
 READ_THREADS = 4
 REPORT_S = 1.0
 CLOSE_S = 1.5
@@ -88,10 +91,13 @@ class Host:
         self._tier: Tier | None = None
         self._extents = Extents()
         self._layouts: dict[str, PageLayout] = {}
+        # Extents that could not be mapped, and why.
+        self._unusable: dict[int, str] = {}
         self._look = ThreadPoolExecutor(2, "look")
         # What moves bytes makes way for the node's event loop and for lookups, which have a tenth of a second; nobody waits for writes.
         self._read = ThreadPoolExecutor(READ_THREADS, "read", os.nice, (READ_NICE,))
         self._write = ThreadPoolExecutor(1, "write", os.nice, (WRITE_NICE,))
+        self._populate = ThreadPoolExecutor(1, "populate", os.nice, (POPULATE_NICE,))
         self._flows = {"read": _Flow("read"), "write": _Flow("write")}
         self._pages_bad = 0
 
@@ -111,12 +117,9 @@ class Host:
         elif isinstance(message, Touch):
             self._write.submit(self._touch, message)
         elif isinstance(message, Map):
-            address = self._extents.map(message.extent, message.size, fds[0])
-            os.close(fds[0])
-            if hasattr(self._tier, "add_memory"):
-                cast(RegistersMemory, self._tier).add_memory(address, message.size)
+            self._map(message, fds[0])
         elif isinstance(message, Unmap):
-            if hasattr(self._tier, "drop_memory"):
+            if not self._unusable.pop(message.extent, "") and hasattr(self._tier, "drop_memory"):
                 cast(RegistersMemory, self._tier).drop_memory(self._extents.address(message.extent))
             self._extents.unmap(message.extent)
         elif isinstance(message, Space):
@@ -126,6 +129,26 @@ class Host:
         else:
             self._open(message)
 
+    def _map(self, message: Map, fd: int) -> None:
+        try:
+            address = self._extents.map(message.extent, message.size, fd)
+            if hasattr(self._tier, "add_memory"):
+                cast(RegistersMemory, self._tier).add_memory(address, message.size)
+        except (OSError, TierDown) as error:
+            # No address space, no descriptor, or Mooncake does not take it.
+            self._extents.unmap(message.extent)
+            self._unusable[message.extent] = f"{message.size} bytes of the node's memory cannot be used: {error}"
+        else:
+            self._populate.submit(self._extents.populate, message.extent)
+        finally:
+            os.close(fd)
+
+    def _slots(self, job: TierJob, layout: PageLayout) -> list[np.ndarray]:
+        for slot in job.slots:
+            if why := self._unusable.get(slot >> SLOT_SHIFT):
+                raise TierDown(why)
+        return [self._extents.slot(slot, layout.slot_bytes) for slot in job.slots]
+
     @property
     def _opened(self) -> Tier:
         if self._tier is None:
@@ -134,7 +157,8 @@ class Host:
 
     def _open(self, message: Open) -> None:
         try:
-            self._tier = open_tier(message.tier, message.settings)
+            # Mooncake's threads move bytes, too.
+            self._tier = with_low_priority(lambda: open_tier(message.tier, message.settings), READ_NICE)
         except (TierDown, ConfigError) as down:
             child_side.send(self._sock, Opened(str(down)))
             return
@@ -160,11 +184,13 @@ class Host:
     def _do_read(self, tier: Tier, job: TierJob) -> Result:
         layout, flow = self._layouts[job.digest], self._flows["read"]
         hashes = unpack_hashes(job.hashes)
-        slots = [self._extents.slot(slot, layout.slot_bytes) for slot in job.slots]
+        slots = self._slots(job, layout)
         began, count = flow.begin(), 0
         try:
             count = tier.read(job.digest, hashes, slots)
-            good = next((i for i in range(count) if not layout.verify(slots[i], hashes[i], job.digest)), count)
+            good = count
+            if not getattr(tier, "checks", False):
+                good = next((i for i in range(count) if not layout.verify(slots[i], hashes[i], job.digest)), count)
         finally:
             flow.end(began, count, count * layout.slot_bytes)
         if good < count:
@@ -175,7 +201,7 @@ class Host:
     def _do_write(self, tier: Tier, job: TierJob) -> Result:
         layout, flow = self._layouts[job.digest], self._flows["write"]
         hashes = unpack_hashes(job.hashes)
-        slots = [self._extents.slot(slot, layout.slot_bytes) for slot in job.slots]
+        slots = self._slots(job, layout)
         began, good = flow.begin(), [False] * len(hashes)
         try:
             good = tier.write(job.digest, hashes, slots, [job.why] * len(hashes))
@@ -196,7 +222,7 @@ class Host:
         last: Stats = {}
         while True:
             try:
-                stats = self._opened.stats() | {"pages_bad": self._pages_bad}
+                stats = {"pages_bad": self._pages_bad} | self._opened.stats()
             except Exception as error:
                 stats = {"stats_error": repr(error)}
             for flow in self._flows.values():

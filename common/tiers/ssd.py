@@ -5,6 +5,8 @@ Promises:
   synced); its trailer tells. It holds the object as it lies in its slot, with trailer and padding, a multiple of 4096 bytes.
 - What is written does not go through the page cache, where the file system allows it: a third of the processor time (0.06 s instead of 0.16
   s for 0.44 GB, and no flood of dirty pages behind it), measured on ext4. Reads go through it: its readahead is as fast as direct reads.
+- `read` checks what it reads in pieces of STEP, while they are in the processor's cache: 5.2 GB/s on one core, and 4.0 where a page is
+  checked when all of it was read.
 - Files are for their user only, no symlink is followed, and nothing is deleted but what this tier names so itself.
 - The first lookup waits for no scan. A page that is not known is looked for on disk, galloping, as another node may have put it there; what
   is known and not there any more is a miss.
@@ -38,13 +40,14 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..node.paths import check_folder
-from ..page import TRAILER_BYTES, ObjectSpec, PageLayout
+from ..page import TRAILER_BYTES, Check, ObjectSpec, PageLayout
 from .base import Stats, TierDown
 from .ssd_index import SsdIndex
 
 log = logging.getLogger("mooncake_kv.tiers.ssd")
 
 BLOCK = 4096
+STEP = 256 << 10
 # The folder is looked through again after this share of the budget was written.
 SCAN_SHARE = 16
 TEMP_S = 300.0
@@ -62,6 +65,7 @@ _GONE = "gone-"
 
 class SsdTier:
     name = "ssd"
+    checks = True
 
     def __init__(self, folder: Path, budget: int) -> None:
         """Raises TierDown where the folder cannot be used."""
@@ -73,7 +77,9 @@ class SsdTier:
         self._suffixes: dict[str, tuple[str, ...]] = {}
         self._index = SsdIndex()
         self._counts_lock = threading.Lock()
-        self._counts = dict.fromkeys(("evicted_pages", "vanished_pages", "short_pages", "read_errors", "write_errors", "writes_paused"), 0)
+        self._counts = dict.fromkeys(
+            ("evicted_pages", "vanished_pages", "short_pages", "pages_bad", "read_errors", "write_errors", "writes_paused"), 0
+        )
         self._paused_until = 0.0
         self._logged: dict[str, float] = {}
         self._written = 0
@@ -124,7 +130,8 @@ class SsdTier:
         for i, (page_hash, slot) in enumerate(zip(hashes, slots, strict=True)):
             for spec, suffix in zip(layout.objects, self._suffixes[digest], strict=True):
                 target = slot.data[spec.offset : spec.offset + spec.payload_bytes + TRAILER_BYTES]
-                if not self._read_file(self._path(digest, page_hash, suffix), target):
+                check = Check(spec, page_hash, digest, layout.key)
+                if not self._read_file(self._path(digest, page_hash, suffix), target, check):
                     self.bad(digest, [page_hash])
                     return i
             if not self._index.has(key := _keys(digest, [page_hash])[0]):
@@ -222,8 +229,9 @@ class SsdTier:
         except OSError:
             return False
 
-    def _read_file(self, path: str, target: memoryview) -> bool:
-        """Fill `target` from the beginning of the file."""
+    def _read_file(self, path: str, target: memoryview, check: Check) -> bool:
+        """Fill `target`, payload and trailer, from the beginning of the file. False: it is not what it should be."""
+        payload = len(target) - TRAILER_BYTES
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -236,16 +244,21 @@ class SsdTier:
         try:
             done = 0
             while done < len(target):
-                got = os.preadv(file, [target[done:]], done)
+                got = os.preadv(file, [target[done : done + STEP]], done)
                 if not got:
                     self._count("short_pages")
                     self._complain("short", f"{path} has {done} bytes instead of {len(target)}")
                     return False
+                check.update(target[done : min(done + got, payload)])
                 done += got
         except OSError as error:
             return self._read_failed(error)
         finally:
             os.close(file)
+        if not check.passes(target[payload:]):
+            self._count("pages_bad")
+            self._complain("bad", f"{path} does not hold what its name says")
+            return False
         return True
 
     def _read_failed(self, error: OSError) -> bool:

@@ -21,78 +21,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from ...common.hashing import PageHasher
-from ...common.node.client import Fetch, Lookup, NodeClient
+from ...common.node.client import Fetch, NodeClient
 from .messages import Load, Plan, Report, Save
 from .rates import PrefillRate
+from .state import FailedKeys, PendingLoad, PendingSave, Request, Step
 
 log = logging.getLogger("mooncake_kv.scheduler")
 
 # How long a request may wait for room in the staging window before it is computed instead. Requests ahead of it leave the window as soon
 # as they are scheduled, so a longer wait means that they cannot be, and then neither can this one.
 ADMISSION_S = 2.0
-# How long a key whose load failed is not asked for again, unless it is stored anew.
-FAILED_KEY_S = 60.0
-MAX_FAILED_KEYS = 65536
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    id: str
-    hasher: PageHasher
-    prompt_tokens: int
-    skip: str
-    weights: str
-    lookup: Lookup | None = None
-    fetch: Fetch | None = None
-    fetch_first: int = 0  # page of fetch.slots[0]
-    reserved: int = 0  # bytes of the staging window that the fetch counts for
-    proven: int | None = None  # pages from the start that the node can have; staging found the next one missing or damaged
-    waiting_since: float = 0.0
-    cut: bool = False  # its load took longer than computing would
-    gave_up: bool = False  # this round of asking ends in computing
-    blind: bool = False  # the next ask comes without a local hit, because the engine was told that it need not compute it
-    local: int = 0  # tokens of the engine's own prefix hit, as of the last ask
-    load: _PendingLoad | None = None
-    loaded: Mapping[str, int] = field(default_factory=dict)  # tokens of the last load, by the tier they came from
-    started: bool = False
-    mark: int = 0  # pages below it need no save
-    stored: tuple[int, int] = (0, 0)  # pages that this request loaded, hence stored already
-
-
-@dataclass(slots=True, eq=False)
-class _PendingSave:
-    op: int
-    generation: int
-    request: _Request
-    first_page: int
-    hashes: list[bytes]
-    slots: list[int]
-
-
-@dataclass(slots=True, eq=False)
-class _PendingLoad:
-    """Tokens [next_token, end_token) are still to be planned."""
-
-    request: _Request
-    fetch: Fetch
-    reserved: int
-    table: list[int]
-    next_token: int
-    end_token: int
-    done: bool = False  # nothing more of it is to be planned
-    failed: bool = False  # a block of it was not loaded, or the request was given up
-
-
-@dataclass(slots=True)
-class _Step:
-    saves: list[_PendingSave] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
-    ended: list[_PendingLoad] = field(default_factory=list)  # no later step reads their leases
 
 
 class SchedulerHalf:
@@ -128,14 +70,14 @@ class SchedulerHalf:
         self._checked_on_load = checked_on_load
         self._clock = clock
         self._rate = PrefillRate()
-        self._requests: dict[str, _Request] = {}
-        self._loads: deque[_PendingLoad] = deque()
-        self._failed: OrderedDict[bytes, float] = OrderedDict()
+        self._requests: dict[str, Request] = {}
+        self._loads: deque[PendingLoad] = deque()
+        self._failed = FailedKeys(clock)
         self._staged_bytes = 0
         self._unable = ""
         self._refused: set[str] = set()  # weights of which a rank has loaded others
         self._plan = Plan(digest, 1)
-        self._steps: dict[int, _Step] = defaultdict(_Step)
+        self._steps: dict[int, Step] = defaultdict(Step)
         self._next_op = 0
 
     # ---- requests ----------------------------------------------------------------------------------------------------------------
@@ -154,7 +96,7 @@ class SchedulerHalf:
         index -> bytes), `skip` says in one word why it does not use the cache at all ('' if it does). `weights` names what the engine must
         have loaded beside the model's own weights for the hashes to be true; the workers check it."""
         skip = skip or self._barred(weights)
-        request = _Request(request_id, PageHasher(self._page, seed), len(tokens), skip, weights)
+        request = Request(request_id, PageHasher(self._page, seed), len(tokens), skip, weights)
         self._requests[request_id] = request
         self.counters["requests"] += 1
         if skip:
@@ -199,7 +141,7 @@ class SchedulerHalf:
             return None
         staged = len(fetch.slots)
         # What was staged before somebody else's load of it failed is the same dead copy.
-        usable = self._before_failed(request.hasher.hashes[request.fetch_first : request.fetch_first + staged])
+        usable = self._failed.before(request.hasher.hashes[request.fetch_first : request.fetch_first + staged])
         if usable < staged or (fetch.done and not fetch.failed and staged * self._slot_bytes < request.reserved):
             request.proven = request.fetch_first + usable
         end = min((request.fetch_first + usable) * self._page, total_tokens - 1)
@@ -227,7 +169,7 @@ class SchedulerHalf:
         """Why nothing is loaded or saved any more for a request with these weights, '' if nothing speaks against it."""
         return "worker_unable" if self._unable else "other_weights" if weights in self._refused else ""
 
-    def _waits(self, request: _Request, fetch: Fetch) -> bool:
+    def _waits(self, request: Request, fetch: Fetch) -> bool:
         """Is it too early to go on with what is staged?"""
         now = self._clock()
         if fetch.done or fetch.expired(now):
@@ -242,24 +184,17 @@ class SchedulerHalf:
     def _room(self) -> int:
         return (self._window_bytes or self._client.dram_bytes // 2) - self._staged_bytes
 
-    def _before_failed(self, hashes: Sequence[bytes]) -> int:
-        """How many of these pages come before the first one whose load failed of late."""
-        if not self._failed:
-            return len(hashes)
-        now = self._clock()
-        return next((i for i, page_hash in enumerate(hashes) if self._failed.get(page_hash, 0.0) > now), len(hashes))
-
     def _lost(self, fetch: Fetch) -> bool:
         return (fetch.epoch, fetch.generation) != (self._client.epoch, self._client.generation)
 
-    def _stage(self, request: _Request, total_tokens: int) -> int | None:
+    def _stage(self, request: Request, total_tokens: int) -> int | None:
         if request.gave_up:
             return 0
         now = self._clock()
         first = request.local // self._page
         last = min(len(request.hasher.hashes), -(-(total_tokens - 1) // self._page))
         hashes = request.hasher.hashes[first:last]
-        if (usable := self._before_failed(hashes)) < len(hashes):
+        if (usable := self._failed.before(hashes)) < len(hashes):
             hashes = hashes[:usable]
             self.counters["failed_keys_avoided"] += 1
         if not hashes:
@@ -290,7 +225,7 @@ class SchedulerHalf:
         self._staged_bytes += reserved
         return None
 
-    def _drop_fetch(self, request: _Request) -> None:
+    def _drop_fetch(self, request: Request) -> None:
         if request.fetch is not None:
             self._end_lease(request.fetch, request.reserved)
             request.fetch = None
@@ -299,7 +234,7 @@ class SchedulerHalf:
         self._client.release(fetch)
         self._staged_bytes -= reserved
 
-    def _give_up(self, request: _Request) -> None:
+    def _give_up(self, request: Request) -> None:
         self._drop_fetch(request)
         request.gave_up = True
 
@@ -336,7 +271,7 @@ class SchedulerHalf:
             for tier, tokens in request.loaded.items():
                 self.counters[f"loaded_tokens_{tier}"] += tokens
         request.stored = (local_pages, -(-end // self._page))
-        request.load = _PendingLoad(request, request.fetch, request.reserved, block_table(), request.local, end)
+        request.load = PendingLoad(request, request.fetch, request.reserved, block_table(), request.local, end)
         request.fetch = None
         self._loads.append(request.load)
 
@@ -408,7 +343,7 @@ class SchedulerHalf:
                 plan.loaded.append(request.id)
                 self._steps[plan.step].ended.append(pending)
 
-    def _plan_saves(self, request: _Request, last: int, table: list[int]) -> list[Save]:
+    def _plan_saves(self, request: Request, last: int, table: list[int]) -> list[Save]:
         """Saves for the pages [mark, last) that are not stored yet, as far as there are slots; the mark moves behind what was planned."""
         saves: list[Save] = []
         if self._barred(request.weights):
@@ -441,7 +376,7 @@ class SchedulerHalf:
                 )
             )
             self._steps[self._plan.step].saves.append(
-                _PendingSave(
+                PendingSave(
                     op=self._next_op,
                     generation=granted.generation,
                     request=request,
@@ -512,7 +447,7 @@ class SchedulerHalf:
             self._unable = reason
             log.error("the engine runs without the cache from now on: %s", reason)
 
-    def _settle(self, saves: list[_PendingSave], saved: Mapping[int, int]) -> None:
+    def _settle(self, saves: list[PendingSave], saved: Mapping[int, int]) -> None:
         for save in saves:
             if saved.get(save.op, 0) < self._ranks:
                 self.counters["discarded_pages"] += len(save.slots)
@@ -521,13 +456,10 @@ class SchedulerHalf:
                 continue
             self.counters["saved_pages"] += len(save.slots)
             self._client.commit(save.generation, list(zip(save.hashes, save.slots, strict=True)))
-            if self._failed:
-                for page_hash in save.hashes:
-                    self._failed.pop(page_hash, None)
+            self._failed.forget(save.hashes)
 
-    def _fail(self, step: _Step, invalid: Collection[int]) -> None:
+    def _fail(self, step: Step, invalid: Collection[int]) -> None:
         """Remember the keys that failed, so that the request is not told to load them again, and load nothing behind them."""
-        until = self._clock() + FAILED_KEY_S
         for load in step.loads:
             bad = next((i for i, block in enumerate(load.block_ids) if block in invalid), None)
             if bad is None:
@@ -537,11 +469,7 @@ class SchedulerHalf:
             end = min((load.first_block + bad + 1) * self._block, load.last_token)
             first, last = begin // self._page - load.first_page, -(-end // self._page) - load.first_page
             suspects = load.hashes[first:last]
-            for page_hash in suspects:
-                self._failed[page_hash] = until
-                self._failed.move_to_end(page_hash)
-            while len(self._failed) > MAX_FAILED_KEYS:
-                self._failed.popitem(last=False)
+            self._failed.add(suspects)
             self._client.suspect(suspects)
             request = self._requests.get(load.request_id)
             if request is None:
@@ -552,7 +480,7 @@ class SchedulerHalf:
             self._end_load(request)
 
     @staticmethod
-    def _end_load(request: _Request | None) -> None:
+    def _end_load(request: Request | None) -> None:
         """Plan nothing more of the request's load, which was in vain."""
         if request is not None and request.load is not None:
             request.load.done = request.load.failed = True

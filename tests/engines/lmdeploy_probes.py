@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from tests.engines import probes
@@ -95,3 +96,16 @@ def time_calls(engine: Any) -> None:
 
 def call_times(engine: Any) -> dict[str, dict[str, float]]:
     return probes.call_times(engine)
+
+
+def sleep(engine: Any, level: int = 1) -> None:
+    """Free the KV cache, and end the workers' halves of the connector."""
+    loop = engine._loop_main.get_loop()
+    asyncio.run_coroutine_threadsafe(engine.sleep(level), loop).result(60)
+
+
+def wake(engine: Any) -> None:
+    async def wakeup() -> None:
+        engine.wakeup()
+
+    asyncio.run_coroutine_threadsafe(wakeup(), engine._loop_main.get_loop()).result(60)

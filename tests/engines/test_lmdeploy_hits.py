@@ -144,6 +144,20 @@ def test_reset_forgets_this_namespace(warm: LMDeployEngine, reader: PageReader) 
     assert warm.generate(prompt, 1).cached == 0
 
 
+def test_pages_outlive_the_engines_sleep(warm: LMDeployEngine, reader: PageReader) -> None:
+    prompt = random_ids(500, 81)
+    warm.generate(prompt, 4)
+    assert reader.wait_for(page_hashes(prompt)) == 7
+    warm.call(f"{PROBES}forget")
+    loaded = warm.generate(prompt, 8)
+    warm.call(f"{PROBES}sleep")
+    warm.call(f"{PROBES}wake")
+    warm.call(f"{PROBES}forget")
+    again = warm.generate(prompt, 8)
+    assert (again.cached, again.output) == (448, loaded.output)
+    assert {name: value for name, value in warm.call(f"{PROBES}held").items() if value and name != "blocks"} == {}
+
+
 def test_the_log_says_where_the_tokens_came_from(warm: LMDeployEngine) -> None:
     if "loaded (dram " not in warm.log.read_text():
         time.sleep(11)  # at most one line in ten seconds

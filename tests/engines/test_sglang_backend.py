@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -379,6 +382,88 @@ def test_an_embedding_of_another_size_dtype_or_content_is_none(encoder: Any) -> 
     assert other.batch_is_exist(["x"]) == [False] and other.batch_get(["x"], [target.data_ptr()], [target.nbytes]) == [False]
     assert not target.any()
     assert store.batch_get(["x"], [target.data_ptr()], [target.nbytes]) == [True] and torch.equal(target, tensor)
+
+
+@pytest.fixture
+def cache_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """SGLang's own user of an encoder cache, an EmbeddingCacheController, on a store; its pools lie in ordinary memory."""
+    from sglang.srt.managers.schedule_batch import Modality
+    from sglang.srt.mem_cache import embedding_cache_controller as module
+
+    parallel = SimpleNamespace(tp_size=1, tp_rank=0, tp_group=SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(module, "get_parallel", lambda: parallel)
+    create = module.EmbeddingPool.create
+    monkeypatch.setattr(module.EmbeddingPool, "create", lambda *args: create(*args[:-1], pin_memory=False))
+    made: list[Any] = []
+
+    def make(store: Any) -> Any:
+        made.append(module.EmbeddingCacheController(store, max_pool_size_gb=0.05, hidden_dims={Modality.IMAGE: 96}, dtype=torch.bfloat16))
+        return made[-1]
+
+    yield make
+    for controller in made:
+        assert controller.io_thread.is_alive()
+        controller.stop_event.set()
+        controller.io_thread.join(5)
+
+
+def put(cache: Any, name: str, tensor: torch.Tensor) -> None:
+    """What store_to_pool_async does from a GPU, then its insertion."""
+    from sglang.srt.managers.schedule_batch import Modality
+    from sglang.srt.mem_cache import embedding_cache_controller as module
+
+    pool, runs = cache.vision_pool, cache._allocate_with_eviction(cache.vision_pool, len(tensor))
+    entry = module.EmbeddingCacheEntry(
+        hash=name, modality=Modality.IMAGE, num_tokens=len(tensor), dim=96, page_runs=runs, state=module.EntryState.FILLING
+    )
+    at = 0
+    for run in runs:
+        part = tensor[at : at + run.length * pool.page_size]
+        pool.tensor[run.start * pool.page_size :][: len(part)] = part
+        at += len(part)
+    with cache.lock:
+        cache.entries[name] = entry
+        cache._mark_ready(entry)
+    cache.insert_batch([name], Modality.IMAGE)
+    cache.insert_queue.join()
+
+
+def fetched(cache: Any, name: str, tokens: int) -> torch.Tensor | None:
+    from sglang.srt.managers.schedule_batch import Modality
+
+    cache.prefetch(f"r-{name}", [name], [tokens], Modality.IMAGE)
+    until(lambda: cache.check_prefetch_progress(f"r-{name}"))
+    (views,) = cache.get_pool_views([name])
+    return None if views is None else torch.cat(views)
+
+
+def test_the_encoder_cache_through_sglangs_controller(encoder: Any, cache_of: Any) -> None:
+    writer, reader = cache_of(encoder()), cache_of(encoder())
+    generator = torch.Generator().manual_seed(1)
+    images = {f"h{rows}": torch.randn((rows, 96), generator=generator).to(torch.bfloat16) for rows in (1, 63, 500, 9000)}
+    for name, image in images.items():
+        put(writer, name, image)
+    until(lambda: asyncio.run(reader.batch_is_exist([*images, "none"])) == [True] * 4 + [False])
+    for name, image in images.items():
+        found = fetched(reader, name, len(image))
+        assert found is not None and torch.equal(found, image)
+    assert fetched(reader, "none", 50) is None, "SGLang computes it"
+    other = cache_of(encoder())
+    assert fetched(other, "h500", 499) is None, "an image of another size is none"
+    assert fetched(other, "h63", 63) is not None
+
+
+def test_sglangs_encoder_cache_survives_its_node(encoder: Any, cache_of: Any) -> None:
+    store = encoder()
+    cache, image = cache_of(store), torch.ones((500, 96), dtype=torch.bfloat16)
+    put(cache, "a", image)
+    os.kill(store._client.node_pid, signal.SIGKILL)
+    other = cache_of(encoder())
+    assert fetched(other, "a", 500) is None
+    until(lambda: store._client.ready, 30)
+    put(cache, "b", image)
+    until(lambda: asyncio.run(other.batch_is_exist(["b"])) == [True], 30)
+    assert fetched(other, "b", 500) is not None
 
 
 def test_the_stock_encoder_cache_stays_untouched() -> None:

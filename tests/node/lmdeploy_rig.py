@@ -121,7 +121,7 @@ class Rig:
 
     def settle(self) -> None:
         """Until the node has granted slots and the ranks have mapped its memory."""
-        until(lambda: self.client.ready and self.client.counters()["credits"] > 0, DEADLINE_S)
+        until(lambda: self.client.ready and self.client.counters()["credits"] >= 32, DEADLINE_S)
         until(lambda: all(rank.connector._client.counters()["mapped_bytes"] for rank in self.ranks), DEADLINE_S)  # type: ignore[union-attr]
 
     def close(self) -> None:
@@ -213,9 +213,13 @@ class Rig:
 
     # ---- what is stored ----------------------------------------------------------------------------------------------------------
 
-    def stored(self, tokens: Sequence[int], seed: bytes = b"") -> int:
+    def stored(self, tokens: Sequence[int]) -> int:
         """Leading pages that the node holds."""
-        lookup = self.client.lookup(page_hashes(list(tokens), seed=seed))
+        return self.pages(page_hashes(list(tokens)))
+
+    def pages(self, hashes: Sequence[bytes]) -> int:
+        """Leading pages of these that the node holds."""
+        lookup = self.client.lookup(hashes)
         assert lookup is not None
         until(lambda: lookup.done)
         return int(lookup.pages)

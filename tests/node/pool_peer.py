@@ -29,6 +29,7 @@ import numpy as np
 from mooncake_kv.common.config import load_config
 from mooncake_kv.common.identity import KVNamespace
 from mooncake_kv.common.page import PageLayout
+from mooncake_kv.common.tiers.base import TierDown
 from mooncake_kv.common.tiers.pool.wheel import master_program
 
 ANSWER_S = 60.0
@@ -286,6 +287,16 @@ class _Served:
 
     def client_get(self, keys: list[str], sizes: list[int]) -> list[int]:
         return self.client.get(keys, self._addresses(self._memory(sum(sizes)), sizes), sizes)
+
+    def client_register_twice(self, size: int) -> str:
+        """The sentence of the second time."""
+        memory = self._memory(size)
+        self.client.register(memory)
+        try:
+            self.client.register(memory)
+        except TierDown as down:
+            return str(down)
+        return ""
 
     # -- Mooncake's own client, to plant things
 

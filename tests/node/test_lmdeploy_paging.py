@@ -112,7 +112,7 @@ def test_prompts_only_where_decode_is_not_to_be_saved(runtime_dir: Path) -> None
 def test_saves_hold_their_blocks_until_all_ranks_have_reported(rig: Rig) -> None:
     tokens = prompt(256, 6)
     sequence = rig.add(tokens)
-    _, metadata, work = rig.plan()
+    _, metadata, work = until(lambda: (step := rig.plan())[2] and step)
     assert [lease.operation_id for lease in metadata.get_save_block_leases()] == [metadata.plan.step]
     rig.end(sequence)  # aborted: paging lets go of its blocks while the step is still to run
     assert rig.scheduler.block_manager.get_num_free_gpu_blocks() == rig.free_at_start - 4
@@ -285,6 +285,20 @@ def test_sequences_that_stay_away_from_the_cache(rig: Rig) -> None:
     assert loaded(rig) == 0
     assert rig.half.counters["skipped_lora_unreadable"] == 1
     until(lambda: rig.half.counters["saved_pages"] == saved + 2)  # of the third, which loads nothing; its first four are stored
+
+
+def test_adapters_have_pages_of_their_own(rig: Rig) -> None:
+    tokens = prompt(300, 31)
+    rig.store(tokens)
+    rig.connector._adapters = {"a": "1" * 32, "b": "2" * 32, "same as a": "1" * 32}
+    for name, found in (("a", 0), ("b", 0), ("a", 256), ("same as a", 256), ("b", 256)):
+        before = loaded(rig)
+        sequence = rig.add([*tokens, 5], adapter_name=name)
+        rig.prefill(sequence)
+        assert loaded(rig) - before == found
+        pages = rig.half._requests[str(sequence.seq_id)].hasher.hashes
+        rig.end(sequence)
+        until(lambda pages=pages: rig.pages(pages) == 4)  # type: ignore[misc]
 
 
 def test_a_killed_node_costs_a_miss_and_comes_back(rig: Rig) -> None:

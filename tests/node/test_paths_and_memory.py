@@ -104,7 +104,27 @@ def test_known_nodes_are_those_with_a_socket(runtime_dir: Path) -> None:
         create(node_paths(name))
     for name in ("b", "a"):
         node_paths(name).socket.write_text("")
-    assert [paths.name for paths in known_nodes()] == ["a", "b"]
+    base = runtime_dir / "mooncake-kv"
+    (base / ("l" * 64)).mkdir()  # together with a longer base, no place for a socket
+    (base / "file").write_text("")
+    long = {"XDG_RUNTIME_DIR": str(runtime_dir / ("r" * 40))}
+    Path(long["XDG_RUNTIME_DIR"]).mkdir(mode=0o700)
+    base.rename(Path(long["XDG_RUNTIME_DIR"]) / "mooncake-kv")
+    assert [paths.name for paths in known_nodes(long)] == ["a", "b"]
+
+
+def test_the_folder_does_not_depend_on_how_full_the_temporary_directory_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", full)
+    assert node_paths("a", {}).folder == Path(f"/tmp/mooncake-kv-{os.geteuid()}/a")
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    for temporary, why in (("/proc", "No such file"), (str(tmp_path / "missing"), "No such file")):
+        with pytest.raises(ConfigError, match=rf"^node folder: '{temporary}/.*' cannot be made: {why}"):
+            create(node_paths("a", {"TMPDIR": temporary}))
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------------------
@@ -134,12 +154,13 @@ def test_available_takes_the_tightest_limit_above_us(tmp_path: Path) -> None:
     files = {
         "a/memory.max": f"{8 * GIB}\n",
         "a/memory.current": f"{6 * GIB}\n",
-        "a/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+        "a/memory.stat": f"anon 5\ninactive_file {GIB}\nactive_file {2 * GIB}\n",
         "a/b/memory.max": f"{16 * GIB}\n",
         "a/b/memory.current": f"{GIB}\n",
     }
     proc, sys = machine(tmp_path, "0::/a/b\n", files)
     assert memory.available(proc, sys) == 3 * GIB
+    assert memory.available(proc, sys, at_most=True) == 5 * GIB
 
 
 def test_available_in_a_container_and_with_version_1(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The pool tier's data path against a real mooncake_master and real clients: what is stored, read, refused and remembered.
 
-Together with test_pool_faults.py the contract that facts about Mooncake's client (docs/operations.md) demand of ours.
+Together with tests/faults/test_pool.py the contract that facts about Mooncake's client (docs/operations.md) demand of ours.
 """
 
 from __future__ import annotations

@@ -277,6 +277,33 @@ def test_drop_reaches_pages_that_are_being_sealed(node: NodeProcess) -> None:
     assert client.lookup(pages) == 8
 
 
+def test_who_asks_while_pages_are_being_sealed_gets_them_all(node: NodeProcess) -> None:
+    client = connect(node)
+    pages = chain("p", 8)
+    slots = [client.credits.pop() for _ in pages]
+    for slot, page in zip(slots, pages, strict=True):
+        client.fill(slot, page)
+    joined, look, fetch = b"".join(pages), client.next_request(), client.next_request()
+    # In one piece, so that the node has all of it before the helper has answered.
+    messages = (protocol.Commit(joined, slots), protocol.Lookup(look, joined), protocol.Fetch(fetch, joined))
+    client.send_raw(b"".join(protocol.frame(message) for message in messages))
+    assert client.wait_for(protocol.Hits, look).pages == 8
+    got = client.finish_fetch(fetch)
+    assert got == slots and all(client.holds(slot, page) for slot, page in zip(got, pages, strict=True))
+    client.release(fetch)
+    client.until(lambda: client.stats()["leased_pages"] == 0)
+
+
+def test_a_fetch_ends_when_what_it_waited_for_is_dropped(node: NodeProcess) -> None:
+    client = connect(node)
+    pages = chain("p", 8)
+    slots = [client.credits.pop() for _ in pages]
+    joined, fetch, drop = b"".join(pages), client.next_request(), client.next_request()
+    messages = (protocol.Commit(joined, slots), protocol.Fetch(fetch, joined), protocol.Drop(drop))
+    client.send_raw(b"".join(protocol.frame(message) for message in messages))
+    assert client.finish_fetch(fetch) == []
+
+
 def test_committing_a_page_twice_keeps_the_first(node: NodeProcess) -> None:
     client = connect(node)
     (page,) = chain("p", 1)

@@ -169,8 +169,10 @@ def test_a_client_that_does_not_read_is_ended_but_keeps_its_leases_until_it_clos
         protocol.frame(protocol.Hello(major=1, minor=0, version="", role="tool")),
         protocol.frame(protocol.Want(3)).replace(b"count", b"cxunt"),
         protocol.frame(protocol.Fetch(7, b"")) + os.urandom(300),
+        # {"t": "Ping", "request": 1, "?": [[[...
+        struct.pack("<I", 100_018) + b"\x83\xa1t\xa4Ping\xa7request\x01\xa1?" + b"\x91" * 100_000,
     ],
-    ids=["oversized", "garbage", "empty", "wrong direction", "cut hash", "uneven", "rectangles", "second hello", "no field", "noise"],
+    ids=["oversized", "garbage", "empty", "direction", "cut hash", "uneven", "rectangles", "second hello", "no field", "noise", "nested"],
 )
 def test_what_is_no_message_ends_that_connection_only(node: NodeProcess, data: bytes) -> None:
     watcher = WireClient(node.paths.folder, engine="watcher")
@@ -222,7 +224,10 @@ def test_messages_before_hello_and_from_tools_are_refused(node: NodeProcess) -> 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"major": 2, "version": "9.9"}, "speaks protocol 1.1, this client (version 9.9) 2.1: stop the node (kill "),
+        (
+            {"major": 2, "version": "9.9"},
+            f"speaks protocol 1.{protocol.MINOR}, this client (version 9.9) 2.{protocol.MINOR}: stop the node (kill ",
+        ),
         ({"namespace": b"junk"}, "not a KV namespace"),
         ({"digest": "short"}, "is no namespace digest"),
         ({"engine": ""}, "does not name its engine"),

@@ -333,6 +333,23 @@ class WireClient:
         self.until(lambda: self.stats()["sealing"] == 0 and self.tier(name)["queued_bytes"] == 0)
         return self.tier(name)["pages_written"]
 
+    def quiet(self) -> dict[str, Any]:
+        """Wait until nothing is leased, read or written any more. Every slot of the arena is accounted for then."""
+
+        def is_quiet() -> bool:
+            stats = self.stats()
+            queued = any(tier.get("queued_bytes") for tier in stats["tiers"].values())
+            return not (stats["leased_pages"] or stats["reading"] or stats["sealing"] or queued)
+
+        self.until(is_quiet, 2 * WAIT_S)
+        self.settle(0.05)
+        stats = self.stats()
+        slot = self.layout.slot_bytes
+        held = stats["granted_slots"] * slot
+        assert stats["free_bytes"] + stats["pages"] * slot + held == stats["arena_bytes"], stats
+        assert stats["bad_frees"] == 0
+        return stats
+
     def reserve(self, hashes: list[bytes]) -> list[int]:
         request = self.next_request()
         self.send(protocol.Reserve(request, b"".join(hashes)))

@@ -421,6 +421,8 @@ def test_flag_source_is_named() -> None:
         ('{"idle_exit_s": NaN}', "contains NaN"),
         ('{"idle_exit_s": 1e999}', "idle_exit_s is inf"),
         ("[" * 100_000, "nested too deeply"),
+        ('{"idle_exit_s": %s}' % ("9" * 400), "idle_exit_s is 999"),
+        ('{"idle_exit_s": %s}' % ("9" * 5000), "a number that is too long"),
     ],
 )
 def test_bad_json_is_refused_without_quoting_it(text: str, why: str, tmp_path: Path) -> None:
@@ -430,6 +432,11 @@ def test_bad_json_is_refused_without_quoting_it(text: str, why: str, tmp_path: P
     path.write_text(text)
     message = refused(environ={"MOONCAKE_CONFIG_PATH": str(path)})
     assert why in message and str(path) in message and "hunter2" not in message
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text('{"node": "a"}', encoding="utf-8-sig")
+    assert load_config(environ={"MOONCAKE_CONFIG_PATH": str(tmp_path / "c.json")}).node == "a"
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -509,5 +516,6 @@ def test_asks_for_us_only_with_a_key_that_nobody_else_has(tmp_path: Path) -> Non
     assert not asks_for_us(stock, {"MOONCAKE_CONFIG_PATH": str(file)})
     file.write_text('{"node": "a"}')
     assert asks_for_us(stock, {"MOONCAKE_CONFIG_PATH": str(file)})
-    file.write_text("{")
-    assert not asks_for_us(stock, {"MOONCAKE_CONFIG_PATH": str(file)})
+    for text in ("{", "5", "null", '["kind"]', '[{"kind": 1}]'):
+        file.write_text(text)
+        assert not asks_for_us(stock, {"MOONCAKE_CONFIG_PATH": str(file)})

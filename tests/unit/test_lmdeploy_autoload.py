@@ -125,7 +125,8 @@ import mooncake_kv.lmdeploy_plugin.compat as compat
 assert "mooncake_kv.lmdeploy_plugin.connector" not in __import__("sys").modules
 for config in (other, none):
     assert kv.prepare_kv_connector_config(config, model_path="m") == kv.build_kv_connector(0, config, tp_size=2) == "in-tree"
-compat.MIGRATION = {{}}
+for name in [name for name in vars(compat) if name.startswith("MIGRATION")]:
+    setattr(compat, name, {{}})  # the stand-in has none of that
 import fake
 assert kv.prepare_kv_connector_config(ours, model_path="m") == ("facts", {{"model_path": "m"}})
 assert kv.build_kv_connector(0, ours, tp_size=2) == ("connector", ours, {{"tp_size": 2}})
@@ -160,7 +161,7 @@ def test_an_lmdeploy_without_those_calls_runs_and_says_so_once(stand_in: Path) -
 
 
 PLANTED = {
-    "load": "import mooncake_kv.lmdeploy_plugin.autoload as a; a.HOOKS = (('lmdeploy.version', 3),)",
+    "load": "import mooncake_kv.lmdeploy_plugin.autoload as a; a.on_import = None; a.HOOKS = a.HOOKS[:1]",
     "hook": "import mooncake_kv.lmdeploy_plugin.autoload as a; a.HOOKS = (('lmdeploy.pytorch.kv_connector.factory', 'nothing:here'),)",
     "finder": "import mooncake_kv.lmdeploy_plugin.autoload as a; a._Finder._watch = lambda s: 1 / 0",
 }

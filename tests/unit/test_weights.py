@@ -227,6 +227,7 @@ def header(entries: dict | bytes, length: int | None = None) -> bytes:
         header({}, 1 << 40),
         header({}, 500),
         header({"a": 1}),
+        header(b'{"a": {"?": ' + b"[" * 5000),
         header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}),
         header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}) + b"\0" * 8,
         header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}) + b"\0" * 8,
@@ -243,14 +244,21 @@ def test_damaged_files_are_refused(mode: Mode, data: bytes, tmp_path: Path, cach
         weights_digest(folder, mode, cache_dir=cache)
 
 
+def test_pipes_and_devices_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedError, match="it is no regular file"):
+        weights_digest(tmp_path, "sample")
+
+
 def test_missing_shards_and_bad_indexes_are_refused(tensors: Tensors, tmp_path: Path) -> None:
     folder = save_sharded(tmp_path / "a", tensors, 3)
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(UnsupportedError, match="model-00002-of-00003"):
         weights_digest(folder, "sample")
-    (folder / INDEX).write_text("{}")
-    with pytest.raises(UnsupportedError, match="index"):
-        weights_digest(folder, "sample")
+    for text in ("{}", '{"weight_map": {}}'):
+        (folder / INDEX).write_text(text)
+        with pytest.raises(UnsupportedError, match="index"):
+            weights_digest(folder, "sample")
 
 
 # ---- cache of full reads -----------------------------------------------------------------------------------------------------------
@@ -284,6 +292,25 @@ def test_full_reads_once(tensors: Tensors, tmp_path: Path, cache: Path, reads: l
     assert len(tensors) < len(reads) < 2 * len(tensors)
     assert cache.stat().st_mode & 0o777 == 0o700
     assert [path.stat().st_mode & 0o777 for path in cache.iterdir()] == [0o600] * 3
+
+
+def test_folders_that_may_not_be_read_are_refused(tensors: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_file", forbidden)
+    with pytest.raises(UnsupportedError, match=rf"^the weights '{tmp_path}' cannot be read: Permission denied"):
+        weights_digest(tmp_path, "sample")
+
+
+def test_a_user_without_a_home_reads_anew(tensors: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    folder = save(tmp_path / "a", tensors)
+    assert weights_digest(folder, "full") == weights_digest(folder, "full")
 
 
 def test_default_cache_is_below_the_users_cache_folder(tensors: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from ..base import TierDown
 CONNECT_S = 2.0
 # Of the memory that is available, at most this much may be given to the pool.
 SEGMENT_SHARE = 2
+# Mooncake's word for: no metadata server.
+P2P = "P2PHANDSHAKE"
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -49,10 +51,10 @@ class PoolSettings:
         _refuse(self.sources, key, value, why)
 
     def _check_metadata(self) -> None:
-        if self.metadata != "P2PHANDSHAKE" and not re.fullmatch(r"(https?|etcd|redis)://[^\s/]+\S*|[^\s:/]+:\d{1,5}", self.metadata):
-            self._refuse(
-                "metadata_server", self.metadata, "it must be 'P2PHANDSHAKE', a URL such as http://host:port/metadata, or host:port"
-            )
+        # The wheels have no redis: Mooncake ends the process there.
+        if self.metadata != P2P and not re.fullmatch(r"(https?|etcd)://[^\s/]+\S*|[^\s:/]+:\d{1,5}", self.metadata):
+            why = "it must be 'P2PHANDSHAKE', a URL such as http://host:port/metadata or etcd://host:port, or host:port"
+            self._refuse("metadata_server", self.metadata, why)
 
     def _check_segment(self) -> None:
         if self.segment_bytes % SEGMENT_UNIT:
@@ -130,16 +132,26 @@ def master_addresses(master: str) -> list[tuple[str, int]]:
     return [(host.strip("[]"), int(port)) for host, port in found]
 
 
+def check_metadata_server(settings: PoolSettings) -> None:
+    """Raises TierDown where there is one and nothing accepts a TCP connection there: Mooncake waits more than 100 s for etcd."""
+    if settings.metadata != P2P and master_addresses(settings.metadata):
+        _check("metadata server", "metadata_server", settings.metadata, settings.sources.get("metadata_server", "default"))
+
+
 def check_master(master: str, source: str) -> None:
     """Raises TierDown unless something accepts a TCP connection there within CONNECT_S."""
+    _check("Mooncake master", "master_server_address", master, source)
+
+
+def _check(what: str, key: str, value: str, source: str) -> None:
     why = "no host:port in it"
-    for host, port in master_addresses(master):
+    for host, port in master_addresses(value):
         try:
             socket.create_connection((host, port), CONNECT_S).close()
             return
         except OSError as error:
             why = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error))
-    raise TierDown(f"no Mooncake master answers at master_server_address {master!r} ({source}): {why}")
+    raise TierDown(f"no {what} answers at {key} {value!r} ({source}): {why}")
 
 
 def is_ours(address: str) -> bool:

@@ -1,8 +1,8 @@
 """Mooncake's store client, made safe to call.
 
 Promises:
-- No call before a setup that has succeeded and been probed, after `close`, or while `close` runs: each is a SIGSEGV. `close` waits for
-  calls to end and gives the native client up where they do not.
+- No call before a setup that has succeeded and been probed, or after `close`, which waits for calls to end. The native client is never
+  closed: calls during and after that are a SIGSEGV, and it takes seconds. The process ends without its destructor (os._exit).
 - Every result is a code of this process's own table; a master that is dead or frozen (-900, -901) raises TierDown from every call. After
   that the next call first asks by a plain connection: Mooncake's own needs 4.3 s to find a dead master dead.
 - Every call frees the GIL and may be made by any thread.
@@ -25,7 +25,7 @@ import numpy as np
 
 from ..base import TierDown
 from . import wheel
-from .checks import PoolSettings, check_master
+from .checks import PoolSettings, check_master, check_metadata_server
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,9 @@ EXISTS = -705
 LEASE_LOST = frozenset({-706, -707})
 FULL = frozenset({-101, -200, -1700})
 TRANSFER_FAILED = -800
-_MASTER_AWAY = frozenset({-900, -901})
+AWAY = -900
+_MASTER_AWAY = frozenset({AWAY, -901})
+RECONNECT_S = 0.1
 CLOSE_S = 2.0
 _PROBE_BYTES = 64
 
@@ -54,6 +56,7 @@ class PoolClient:
         self._source = settings.sources.get("master_server_address", "default")
         self._master = settings.master
         check_master(self._master, self._source)
+        check_metadata_server(settings)
         module = wheel.load()
         self._module = module
         self._complete = module.ReplicaStatus.COMPLETE
@@ -70,7 +73,7 @@ class PoolClient:
         code = store.setup(
             settings.hostname,
             settings.metadata,
-            segment_bytes,
+            0,
             settings.buffer_bytes,
             settings.protocol,
             settings.device,
@@ -81,9 +84,17 @@ class PoolClient:
             _abandoned.append(store)
             raise TierDown(
                 f"Mooncake's client does not start (code {code} after {time.monotonic() - begin:.1f} s): master {self._master}, "
-                f"protocol {settings.protocol}, hostname {settings.hostname}, segment of {segment_bytes} bytes"
+                f"protocol {settings.protocol}, hostname {settings.hostname}"
             )
         self._store: Any = store
+        self._segments: list[str] = []
+        if segment_bytes:
+            # Not by setup: a segment of that can only be taken away by the client's close, which first waits 1 to 5 s for its own threads.
+            mounted = store.allocate_and_mount_segment(segment_bytes, settings.protocol)
+            self._segments = list(mounted.get("segment_ids", ()))
+            if mounted["ret"] != 0 or mounted.get("allocated_size") != segment_bytes:
+                _abandoned.append(store)
+                raise TierDown(f"Mooncake does not take a segment of {segment_bytes} bytes (global_segment_size): {mounted}")
         self._open = True
         wheel.silence()
 
@@ -123,8 +134,11 @@ class PoolClient:
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Grants a lease to those that exist."""
-        with self._use():
-            codes = self._checked(self._store.batch_is_exist(list(keys)))
+        with self._use() as until:
+            codes = self._store.batch_is_exist(list(keys))
+            while AWAY in codes and time.monotonic() < until:
+                codes = self._store.batch_is_exist(list(keys))
+            codes = self._checked(codes)
         return [code == 1 for code in codes]
 
     def replicas(self, keys: Sequence[str]) -> list[Replicas | None]:
@@ -191,23 +205,25 @@ class PoolClient:
     # ---- end ----------------------------------------------------------------------------------------------------------------------
 
     def retire(self) -> None:
-        """No call from now on. A client without a segment has nothing to unmount, and closing it would take a second."""
+        """No call from now on. A client without a segment has nothing to unmount."""
         with self._lock:
             self._open = False
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Whether the native client has been closed: not where a call does not end in time. May be called twice."""
+        """Whether calls have ended in time, and the segments were unmounted: 1 ms. The native client is left to the end of the process. May
+        be called twice."""
         with self._lock:
             if not self._open:
                 return True
             self._open = False
             if not self._lock.wait_for(lambda: self._calls == 0, timeout_s):
                 return False
-        self._store.close()
-        return True
+        return not self._segments or self._store.unmount_and_free_segment(self._segments) == 0
 
     @contextmanager
-    def _use(self) -> Iterator[None]:
+    def _use(self) -> Iterator[float]:
+        """Gives until when a call that fails is worth trying again: each connection to a master that has been away fails once."""
+        until = 0.0
         with self._lock:
             if not self._open:
                 raise TierDown("Mooncake's client is closed")
@@ -216,7 +232,8 @@ class PoolClient:
             if self._away:
                 check_master(self._master, self._source)
                 self._away = False
-            yield
+                until = time.monotonic() + RECONNECT_S
+            yield until
         finally:
             with self._lock:
                 self._calls -= 1

@@ -27,12 +27,13 @@ import msgspec
 
 from ...config import EMBEDDED, POOL_KEYS
 from ...errors import ConfigError
-from ..base import TierDown
+from ..base import TierDown, with_low_priority
 
 START_S = 8.0
 CLOSE_S = 5.0
-# Takes 2.0 s with a segment.
-UNMOUNT_S = 3.5
+# Takes a millisecond where the master answers.
+UNMOUNT_S = 1.0
+NICE = 10
 # A keeper that cannot start is not tried again at once.
 BACK_OFF_S = 1.0
 BACK_OFF_MAX_S = 30.0
@@ -184,7 +185,8 @@ def _serve(sock: socket.socket) -> None:
             master.start()
             checked.master = master.address
         if checked.segment_bytes:
-            client = PoolClient(checked, checked.segment_bytes)
+            # Its threads copy for others; the master, whom lookups wait for, keeps its priority.
+            client = with_low_priority(lambda: PoolClient(checked, checked.segment_bytes), NICE)
         sock.send(msgspec.msgpack.encode(_Ready(master=checked.master, segment=client.endpoint if client else "")))
         _watch(sock, master)
     except (ConfigError, TierDown) as error:
@@ -192,7 +194,7 @@ def _serve(sock: socket.socket) -> None:
         with suppress(OSError):
             sock.send(msgspec.msgpack.encode(_Ready(error=str(error), kind=kind)))
     finally:
-        # First the segment: unmounting needs the master, and blocks for 16 s where that is gone.
+        # First the segment: unmounting needs the master, and blocks for many seconds where that is gone.
         if client is not None and (master is None or master.alive()):
             closing = threading.Thread(target=client.close, daemon=True)
             closing.start()

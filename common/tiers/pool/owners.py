@@ -48,7 +48,9 @@ class _Journal(msgspec.Struct, array_like=True):
 class Owners:
     """Times are those of time.monotonic(), which all processes of a machine share."""
 
-    def __init__(self, file: Path | None) -> None:
+    def __init__(self, file: Path | None, *, asks: bool = True) -> None:
+        """`asks`: whether owners are addresses."""
+        self._asks = asks
         self._lock = threading.Lock()
         self._busy: Counter[str] = Counter()
         self._suspects: dict[str, _Suspect] = {}
@@ -112,6 +114,8 @@ class Owners:
 
     def ask(self, owners: Iterable[str]) -> None:
         """Those that are neither suspected nor heard from lately, all at once and for at most ASK_S, whether they live."""
+        if not self._asks:
+            return
         heard_after = time.monotonic() - FRESH_S
         quiet = [owner for owner in owners if self._heard.get(owner, 0.0) < heard_after and self.usable(owner)]
         if quiet:

@@ -28,7 +28,7 @@ import numpy as np
 from ...page import TRAILER_BYTES, PageLayout
 from ..base import TierDown
 from . import wheel
-from .checks import PoolSettings
+from .checks import P2P, PoolSettings
 from .client import EXISTS, FULL, LEASE_LOST, TRANSFER_FAILED, PoolClient, Replicas
 from .owners import Owners
 
@@ -43,6 +43,8 @@ TAKE_OVER_S = 1.0
 TAKE_OVER_STEP_S = 0.05
 # A dead owner's keys exist for about 11 s (client_ttl); what does not match its checksum has been removed.
 GONE_S = 12.0
+# Where another replica is left.
+SPARE_S = 2.0
 BAD_S = 60.0
 WRITE_PAUSE_S = 1.0
 WRITE_PAUSE_MAX_S = 16.0
@@ -79,7 +81,8 @@ class PoolTier:
             self._client.retire()
             raise
         folder = settings.get("folder")
-        self._owners = Owners(Path(folder) / OWNERS_FILE if folder else None)
+        # With a metadata server the endpoints are names in that, and nothing to connect to.
+        self._owners = Owners(Path(folder) / OWNERS_FILE if folder else None, asks=self._settings.metadata == P2P)
         policy = self._settings.write_policy
         self._writes = _WRITES.get(policy)
         self._layouts: dict[str, PageLayout] = {}
@@ -206,9 +209,11 @@ class PoolTier:
             page = bad // per_page
             start, end = page * per_page, (page + self._batch(layout, len(hashes) - page, "read")) * per_page
         page = bad // per_page
-        self._fail(digest, hashes[page], GONE_S)
+        replicas = found[bad]
+        # Which replica it reads Mooncake decides, and may choose a dead one as long as the master believes in it.
+        spare = code == TRANSFER_FAILED and replicas is not None and len(replicas.owners) > 1
+        self._fail(digest, hashes[page], SPARE_S if spare else GONE_S)
         if code == TRANSFER_FAILED:
-            replicas = found[bad]
             self._owners.failed(replicas.owners if replicas and replicas.owners else owners)
             self._add(transfers_failed=1)
         elif code >= 0:

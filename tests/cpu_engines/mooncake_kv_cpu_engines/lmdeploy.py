@@ -151,14 +151,13 @@ def _on_cpu(function: Callable[..., Any], positional: bool = False) -> Callable[
     import torch
 
     def placed(device: Any) -> Any:
-        cuda = str(device).startswith("cuda") if isinstance(device, str | torch.device) else False
+        cuda = str(device).startswith("cuda") if isinstance(device, str | torch.device) else type(device) is int
         return "cpu" if cuda else device
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
-            device = kwargs["device"]
-            kwargs["device"] = "cpu" if isinstance(device, int) else placed(device)
+            kwargs["device"] = placed(kwargs["device"])
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         if positional:

@@ -16,7 +16,7 @@ import pytest
 
 from mooncake_kv.common.node import protocol
 from mooncake_kv.common.node.paths import node_paths
-from tests.node.test_tiers_ssd import SLOT, SLOTS, arguments, connect, files, store
+from tests.node.test_tiers_ssd import SLOTS, arguments, connect, files, store
 from tests.node.wire_client import WAIT_S, NodeProcess, WireClient, chain, running_node, small_namespace
 
 PAGE_ON_DISK = 8192
@@ -51,22 +51,6 @@ def on_disk(client: WireClient, *prefixes: list[bytes]) -> None:
     assert all(client.lookup_tiers(prefix)["dram"] == 0 for prefix in prefixes)
 
 
-def quiet(client: WireClient) -> dict[str, object]:
-    """Nothing is leased, read or written any more, and every slot of the arena is accounted for."""
-
-    def is_quiet() -> bool:
-        stats = client.stats()
-        return not (stats["leased_pages"] or stats["reading"] or stats["tiers"]["ssd"]["queued_bytes"] or stats["sealing"])
-
-    client.until(is_quiet)
-    client.settle(0.05)
-    stats = client.stats()
-    held = stats["granted_slots"] * SLOT
-    assert stats["free_bytes"] + stats["pages"] * SLOT + held == stats["arena_bytes"], stats
-    assert stats["bad_frees"] == 0
-    return stats
-
-
 def up(client: WireClient, timeout_s: float = WAIT_S) -> None:
     client.until(lambda: client.tier()["state"] == "up", timeout_s)
 
@@ -89,7 +73,7 @@ def test_a_killed_tier_comes_back(runtime_dir: Path, folder: Path) -> None:
         up(client)
         assert client.tier()["pid"] != first and client.tier()["outages"] == 1
         assert client.check(pages, 30) == ["ssd"] * 30
-        quiet(client)
+        client.quiet()
 
 
 def test_a_tier_killed_again_and_again_under_traffic(runtime_dir: Path, folder: Path) -> None:
@@ -117,7 +101,7 @@ def test_a_tier_killed_again_and_again_under_traffic(runtime_dir: Path, folder: 
                 client.until(lambda: client.tier()["state"] == "down")
         assert kills >= 4 and checked > 100, (kills, checked)
         up(client)
-        quiet(client)
+        client.quiet()
 
 
 def test_a_stopped_tier_costs_a_moment_and_is_replaced(runtime_dir: Path, folder: Path) -> None:
@@ -142,7 +126,7 @@ def test_a_stopped_tier_costs_a_moment_and_is_replaced(runtime_dir: Path, folder
         assert not psutil.pid_exists(stopped) or psutil.Process(stopped).status() == psutil.STATUS_ZOMBIE
         assert client.tier()["pid"] != stopped
         assert client.check(pages, 30).count("ssd") == 25
-        quiet(client)
+        client.quiet()
 
 
 def test_slots_of_a_stopped_tier_wait_for_its_end(runtime_dir: Path, folder: Path) -> None:
@@ -163,7 +147,7 @@ def test_slots_of_a_stopped_tier_wait_for_its_end(runtime_dir: Path, folder: Pat
         client.lookup(chain("other", 3))  # something that it does not answer
         client.until(lambda: client.tier()["state"] == "down")
         up(client)
-        quiet(client)
+        client.quiet()
         assert client.check(pages, 60)
 
 
@@ -256,8 +240,8 @@ def test_two_nodes_share_a_folder(runtime_dir: Path, folder: Path) -> None:
             client.wait_for(protocol.Done)
         one.until(lambda: not files(folder))
         assert one.lookup(pages) == two.lookup(pages) == 0
-        quiet(one)
-        quiet(two)
+        one.quiet()
+        two.quiet()
 
 
 def test_a_dropped_namespace_stays_away_after_a_restart(runtime_dir: Path, folder: Path) -> None:
@@ -332,7 +316,7 @@ def test_damaged_files_are_misses(runtime_dir: Path, folder: Path, damage: str) 
         if damage != "longer":
             store(client, pages[12:])
             assert client.check(pages, 30).count("dram") == 30
-        quiet(client)
+        client.quiet()
     if damage not in ("longer", "folder"):
         with running_node(*arguments(folder)) as node:
             assert connect(node).check(pages, 30) == ["ssd"] * 30
@@ -347,7 +331,7 @@ def test_a_full_disk_costs_pages_and_nothing_else(runtime_dir: Path, small_disk:
         assert tier["state"] == "up" and tier["pages_failed"] > 50
         client.until(lambda: client.tier().get("write_errors", 0) > 0)
         assert client.check(first, 60).count("ssd") > 30, "what is there is served"
-        quiet(client)
+        client.quiet()
     assert not [file for file in files(small_disk) if file.name.startswith("tmp-")]
 
 
@@ -360,7 +344,7 @@ def test_a_disk_that_becomes_read_only_still_serves(runtime_dir: Path, small_dis
         store(client, chain("more", 20))
         assert client.tier()["state"] == "up" and client.tier()["pages_failed"] >= 20
         assert client.check(pages, 40) == ["ssd"] * 40
-        quiet(client)
+        client.quiet()
 
 
 def test_a_removed_folder_opens_the_breaker_until_it_is_back(runtime_dir: Path, folder: Path) -> None:
@@ -382,7 +366,7 @@ def test_a_removed_folder_opens_the_breaker_until_it_is_back(runtime_dir: Path, 
         client.check(more, 10)  # a second use: now they can be written
         client.written()
         assert len([file for file in files(folder) if bytes.fromhex(file.name[:64]) in more]) == 10
-        quiet(client)
+        client.quiet()
 
 
 def test_files_that_may_not_grow(runtime_dir: Path, folder: Path) -> None:
@@ -397,7 +381,7 @@ def test_files_that_may_not_grow(runtime_dir: Path, folder: Path) -> None:
         store(client, pages)
         assert client.tier()["pages_failed"] >= 20 and not files(folder)
         assert client.check(pages, 20) == ["dram"] * 20
-        quiet(client)
+        client.quiet()
 
 
 @pytest.mark.parametrize("fault", ["mode", "symlink", "file", "parent"])
@@ -427,35 +411,6 @@ def test_a_folder_that_cannot_be_trusted_is_refused(runtime_dir: Path, folder: P
 # ---- nothing is left -----------------------------------------------------------------------------------------------------------
 
 
-def test_ten_thousand_aborted_fetches_leave_nothing(runtime_dir: Path, folder: Path) -> None:
-    with running_node(*arguments(folder)) as node:
-        client = connect(node, credits=4)
-        prefixes = [chain(f"p{i}", 30) for i in range(8)]
-        store(client, *prefixes)
-        processes = [psutil.Process(node.pid), psutil.Process(client.tier()["pid"])]
-
-        def abort(count: int) -> None:
-            for i in range(count):
-                client.release(client.start_fetch(prefixes[i % 8]))
-                if i % 50 == 0:
-                    client.ping()
-                    client.inbox.clear()
-
-        abort(500)
-        quiet(client)
-        before = [process.num_fds() for process in processes]
-        count = len(files(folder))
-        abort(9_500)
-        client.inbox.clear()
-        quiet(client)
-        assert [process.num_fds() for process in processes] == before
-        # Main, keeper, report, 1 to write, 2 to look and 4 to read, which start when they are needed.
-        assert processes[0].num_threads() == 2 and processes[1].num_threads() <= 10
-        assert len(files(folder)) == count and not list(folder.glob("tmp-*"))
-        assert client.stats()["fetches"] == 10_000
-        assert client.check(prefixes[0], 30)
-
-
 def test_clients_that_die_while_pages_are_read_leave_nothing(runtime_dir: Path, folder: Path) -> None:
     with running_node(*arguments(folder)) as node:
         client = connect(node, credits=4)
@@ -467,5 +422,5 @@ def test_clients_that_die_while_pages_are_read_leave_nothing(runtime_dir: Path, 
             other.start_fetch(pages)
             other.close()
         client.until(lambda: client.stats()["clients"] == 1)
-        quiet(client)
+        client.quiet()
         assert client.check(pages, 60)
