@@ -31,7 +31,7 @@ from tests.engines.lmdeploy_pd import Answer, Cluster, wait_for
 
 pytestmark = pytest.mark.timeout(1800)
 
-REQUESTS = int(os.environ.get("MOONCAKE_KV_TEST_MIGRATIONS", "36"))
+REQUESTS = int(os.environ.get("MOONCAKE_KV_TEST_MIGRATIONS", "18"))
 TOKENS = 8
 AT_ONCE = 6
 # 40 blocks of 64 tokens: about four prompts.
@@ -66,13 +66,17 @@ def story() -> tuple[int, ...]:
     return tuple(tokenizer().encode(files("mooncake_kv.common.demo").joinpath("text.txt").read_text(encoding="utf-8")))
 
 
+def piece(start: int, length: int) -> str:
+    start %= 2000
+    assert start + length < len(story())
+    return str(tokenizer().decode(story()[start : start + length]))
+
+
 def request(seed: int) -> Request:
     """A prompt of 65 to 600 tokens, or of a multiple of 64, that shares at most a few with others."""
     choose = random.Random(seed)
     length = choose.choice((64 * choose.randint(1, 8), choose.randint(65, 600)))
-    start = choose.randint(0, len(story()) - 700)
-    ids = story()[start : start + length]
-    return Request(seed % 2 == 0, tokenizer().decode(ids), TOKENS + seed % 3)
+    return Request(seed % 2 == 0, piece(choose.randint(0, 1999), length), TOKENS + seed % 3)
 
 
 class Judge:
@@ -111,7 +115,7 @@ def judge(cluster: Cluster) -> Judge:
 @pytest.fixture(autouse=True)
 def all_blocks_come_back(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    if "cluster" in request.fixturenames:
+    if "cluster" in request.fixturenames and "plain" not in request.fixturenames:
         cluster: Cluster = request.getfixturevalue("cluster")
         whole = {"Prefill": PREFILL_BLOCKS - 1, "Decode": 399}
         for role, free in whole.items():
@@ -150,10 +154,11 @@ def decode(cluster: Cluster, text: str, first: dict[str, Any], *, remote: str = 
     return cluster.complete(text, tokens, server=cluster.servers["Decode"], migration_request=migration)
 
 
-def churn(cluster: Cluster, seed: int, n: int = 8) -> None:
-    """Prompts for all of the prefill server's blocks and more."""
-    for i in range(n):
-        cluster.complete(tokenizer().decode(story()[seed * 100 + 512 * i :][:512]), 1, server=cluster.servers["Prefill"])
+def churn(cluster: Cluster, seed: int) -> None:
+    """Prompts for all of the prefill server's blocks and more, at once."""
+    with ThreadPoolExecutor(8) as threads:
+        texts = [piece(seed * 100 + 211 * i, 560) for i in range(8)]
+        list(threads.map(lambda text: cluster.complete(text, 1, server=cluster.servers["Prefill"]), texts))
 
 
 # ---- with the plugin -----------------------------------------------------------------------------------------------------------------
@@ -175,7 +180,7 @@ def test_every_request_is_answered_right(cluster: Cluster, judge: Judge) -> None
 
 
 def test_streams(cluster: Cluster) -> None:
-    text = tokenizer().decode(story()[900:1300])
+    text = piece(900, 400)
     body = {"model": "m", "prompt": text, "max_tokens": TOKENS, "temperature": 0}
     before = migrated(cluster)
     answer = "".join(event["choices"][0]["text"] for _, event in cluster.proxy.stream("/v1/completions", body))
@@ -199,7 +204,7 @@ def test_what_a_migration_cannot_give_is_computed_by_the_decode_engine(cluster: 
 
 def test_an_answer_that_ends_at_once_ends_at_once(cluster: Cluster) -> None:
     """LMDeploy decodes on after a first token that ends the answer."""
-    text = Request(False, tokenizer().decode(story()[100:300]))
+    text = Request(False, piece(100, 200))
     first = int(prefill(cluster, text.text)["remote_token_ids"][-1])
     stop = {"stop": [tokenizer().decode([first])]}
     answers = [cluster.complete(text.text, TOKENS, server=server, **stop) for server in (None, cluster.servers["Decode"])]
@@ -226,7 +231,7 @@ def test_metrics(cluster: Cluster) -> None:
 
 
 def test_held_blocks_outlive_other_prompts(cluster: Cluster, judge: Judge) -> None:
-    text = tokenizer().decode(story()[5000:5400])
+    text = piece(5000, 400)
     first = prefill(cluster, text)
     churn(cluster, 1)
     before = migrated(cluster)
@@ -236,13 +241,13 @@ def test_held_blocks_outlive_other_prompts(cluster: Cluster, judge: Judge) -> No
 
 @pytest.mark.parametrize("fault", ["twice", "unknown number", "no number", "wrong block", "too few blocks", "another engine"])
 def test_what_does_not_fit_costs_a_local_prefill(cluster: Cluster, judge: Judge, fault: str) -> None:
-    text = tokenizer().decode(story()[6000:6300])
+    text = piece(6000, 300)
     first = prefill(cluster, text)
     blocks = first["cache_block_ids"]
     remote = ""
     if fault == "twice":
         judge.check(Request(False, text), decode(cluster, text, first))
-        churn(cluster, 2, 2)
+        churn(cluster, 2)
     elif fault == "unknown number":
         blocks[-1] -= 1
     elif fault == "no number":
@@ -260,7 +265,7 @@ def test_what_does_not_fit_costs_a_local_prefill(cluster: Cluster, judge: Judge,
 
 
 def test_nobody_comes_for_the_blocks(cluster: Cluster, judge: Judge) -> None:
-    text = tokenizer().decode(story()[7000:7300])
+    text = piece(7000, 300)
     first = prefill(cluster, text)
     wait_for(lambda: cluster.state("Prefill")["free"] == PREFILL_BLOCKS - 1, 20, "the hold does not end")
     assert cluster.state("Prefill")["results"]["not_fetched"] >= 1
@@ -286,11 +291,12 @@ def test_clients_that_leave(cluster: Cluster, judge: Judge, role: str) -> None:
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(leave, range(100, 109)))
+    time.sleep(2.5)  # a prefill server that gave no answer is left alone so long
     migrates(cluster, judge, [8])
 
 
 def test_prefill_frozen_between_prefill_and_migration(cluster: Cluster, judge: Judge) -> None:
-    text = tokenizer().decode(story()[8000:8300])
+    text = piece(8000, 300)
     first = prefill(cluster, text)
     cluster.signal("Prefill", signal.SIGSTOP)
     try:
@@ -312,42 +318,38 @@ def test_prefill_frozen_between_prefill_and_migration(cluster: Cluster, judge: J
         judge.check(request(13), request(13).send(cluster))
 
 
-@pytest.mark.parametrize("how", ["idle", "between prefill and migration", "under load"])
-def test_prefill_killed_and_restarted(cluster: Cluster, judge: Judge, how: str) -> None:
-    text = tokenizer().decode(story()[9000:9300])
+def test_prefill_killed_and_restarted(cluster: Cluster, judge: Judge) -> None:
+    text = piece(900, 300)
     first = prefill(cluster, text)
-    seeds = range(20, 26)
-    if how == "under load":
-        with ThreadPoolExecutor(3) as threads:
-            answers = threads.map(lambda seed: request(seed).send(cluster), seeds)
-            time.sleep(1.5)
-            cluster.kill("Prefill")
-            for seed, answer in zip(seeds, answers, strict=True):
-                judge.check(request(seed), answer)
-    else:
+    seeds = range(20, 25)
+    with ThreadPoolExecutor(3) as threads:
+        answers = threads.map(lambda seed: request(seed).send(cluster), seeds)
+        time.sleep(1.5)
         cluster.kill("Prefill")
-        began = time.monotonic()
-        if how == "idle":
-            judge.check(request(20), request(20).send(cluster))
-        else:
-            judge.check(Request(False, text), decode(cluster, text, first))
-        assert time.monotonic() - began < 15
+        for seed, answer in zip(seeds, answers, strict=True):
+            judge.check(request(seed), answer)
+    before, began = migrated(cluster), time.monotonic()
+    answers = iter([request(26).send(cluster), decode(cluster, text, first)])
+    assert time.monotonic() - began < 20
+    assert migrated(cluster) == before
+    judge.check(request(26), next(answers))
+    judge.check(Request(False, text), next(answers))
     cluster.start("Prefill")
-    migrates(cluster, judge, [21, 22])
+    migrates(cluster, judge, [27, 28])
     # The old process's blocks are nobody's now.
-    if how != "between prefill and migration":
-        judge.check(Request(False, text), decode(cluster, text, first))
+    before = migrated(cluster)
+    judge.check(Request(False, text), decode(cluster, text, first))
+    assert migrated(cluster) == before
 
 
 def test_decode_killed_and_restarted(cluster: Cluster, judge: Judge) -> None:
-    text = tokenizer().decode(story()[9500:9800])
-    prefill(cluster, text)
+    prefill(cluster, piece(950, 300))
     with ThreadPoolExecutor(3) as threads:
-        lost = [threads.submit(request(seed).send, cluster) for seed in range(30, 33)]
+        sent = [threads.submit(request(seed).send, cluster) for seed in range(30, 33)]
         time.sleep(1.0)
         cluster.kill("Decode")
-        for one in lost:
-            with pytest.raises((OSError, KeyError, TypeError, ValueError)):
+        for one in sent:
+            with suppress(OSError, KeyError, TypeError, ValueError):
                 one.result()
     cluster.start("Decode")
     migrates(cluster, judge, [33, 34, 35])
@@ -406,29 +408,28 @@ def plain(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Iterato
 
 def test_plain_completions_migrate(plain: Cluster) -> None:
     """So what follows is not for want of a migration."""
-    first = prefill(plain, request(3).text)
-    assert decode(plain, request(3).text, first).text == request(3).send(plain, "Decode").text
-    assert request(5).send(plain).text == request(5).send(plain, "Decode").text
+    judge = Judge(plain)
+    judge.check(request(3), decode(plain, request(3).text, prefill(plain, request(3).text), tokens=request(3).tokens))
+    judge.check(request(5), request(5).send(plain))
 
 
 def test_plain_chat_fails(plain: Cluster) -> None:
-    status, _ = plain.proxy.send("POST", "/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "n": 1})
+    status, _ = plain.proxy.send("POST", "/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "Hello"}]})
     assert status == 500
 
 
 def test_plain_blocks_are_not_freed_by_the_message_for_it(plain: Cluster) -> None:
-    whole = PREFILL_BLOCKS - 1
-    first = prefill(plain, request(9).text)
-    decode(plain, request(9).text, first)
+    before = plain.state("Prefill")["free"]
+    decode(plain, request(9).text, prefill(plain, request(9).text))
     time.sleep(2)
-    assert plain.state("Prefill")["free"] < whole
+    assert plain.state("Prefill")["free"] < before
 
 
 def test_plain_blocks_are_overwritten_before_they_are_read(plain: Cluster) -> None:
     """The same as test_held_blocks_outlive_other_prompts, on three prompts."""
     wrong = 0
     for i in range(3):
-        asked = Request(False, tokenizer().decode(story()[5000 + 400 * i :][:400]))
+        asked = Request(False, piece(300 * i, 400))
         first = prefill(plain, asked.text)
         churn(plain, 1 + i)
         answer, own = decode(plain, asked.text, first), asked.send(plain, "Decode")
@@ -437,11 +438,13 @@ def test_plain_blocks_are_overwritten_before_they_are_read(plain: Cluster) -> No
     assert wrong
 
 
-def test_plain_prefill_restarted_leaves_stale_links_that_end_the_decode_engine(plain: Cluster) -> None:
+def test_plain_stale_link_ends_the_decode_engine(plain: Cluster) -> None:
+    """After a restart of the prefill server; see test_prefill_killed_and_restarted."""
     plain.kill("Prefill")
     plain.start("Prefill")
-    body = {"model": "m", "prompt": request(10).text, "max_tokens": TOKENS, "temperature": 0}
-    with pytest.raises((OSError, urllib.error.HTTPError)):
-        plain.proxy.post("/v1/completions", body, timeout_s=10)
-    with pytest.raises((OSError, urllib.error.HTTPError)):
-        plain.proxy.post("/v1/completions", body, timeout_s=10)
+    body = {"model": "m", "prompt": request(11).text, "max_tokens": TOKENS, "temperature": 0}
+    for server in (plain.proxy, plain.proxy, plain.servers["Decode"]):
+        reply: Any = {}
+        with suppress(OSError):
+            reply = server.post("/v1/completions", body, timeout_s=15)
+        assert "choices" not in reply
