@@ -77,6 +77,7 @@ _MANAGER = "lmdeploy.serve.proxy.proxy:NodeManager."
 MIGRATION_ENGINE: Signatures = {
     f"{_ENGINE}end_session": ("self", "session_id"),
     f"{_ENGINE}_on_end_session": ("self", "reqs", "kwargs"),
+    f"{_ENGINE}get_schedule_metrics": ("self",),
     f"{_ENGINE}_response": ("self", "resp", "resp_type", "data", "err_msg"),
 }
 MIGRATION_LOOP: Signatures = {

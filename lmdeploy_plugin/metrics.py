@@ -20,13 +20,18 @@ from typing import Any
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily
 
-from ..connectors.metrics import HELP, METRICS
+from ..connectors import metrics as common
 
 logger = logging.getLogger("mooncake_kv.lmdeploy")
 
 LOG_S = 10.0
-# Attribute of LMDeploy's ScheduleMetrics: (engine, counters).
+# Attributes of LMDeploy's ScheduleMetrics: (engine, counters) of the connector and of migrations.
 ATTRIBUTE = "mooncake_kv_counts"
+MIGRATIONS = "mooncake_kv_migrations"
+METRICS = common.METRICS | {f"{MIGRATIONS}_{result}": ("migrations", "result", result) for result in ("migrated", "local", "not_fetched")}
+HELP = common.HELP | {
+    "migrations": "Prompts for a decode engine: migrated, computed there instead, or never fetched from the prefill engine.",
+}
 
 # In an engine's process: the counters of each engine's halves.
 _halves: defaultdict[str, list[Counter[str]]] = defaultdict(list)
@@ -52,10 +57,11 @@ def read_schedule_metrics(stats: ModuleType) -> None:
 
     @functools.wraps(plain)
     def update_from_schedule_metrics(self: Any, scheduled_metrics: Any) -> Any:
-        if (found := getattr(scheduled_metrics, ATTRIBUTE, None)) is not None:
-            if not _reported:
-                REGISTRY.register(_Collector())
-            _reported[found[0]] = found[1]
+        for attribute in (ATTRIBUTE, MIGRATIONS):
+            if (found := getattr(scheduled_metrics, attribute, None)) is not None:
+                if not _reported:
+                    REGISTRY.register(_Collector())
+                _reported[found[0]] = found[1]
         return plain(self, scheduled_metrics)
 
     stats.SchedulerStats.update_from_schedule_metrics = update_from_schedule_metrics

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 import secrets
 import time
 from collections import Counter
@@ -26,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from ...connectors.migration import MigrationError
-from .. import MIGRATION_BACKEND, compat
+from .. import MIGRATION_BACKEND, compat, metrics
 from .backend import settings
 
 logger = logging.getLogger("mooncake_kv.lmdeploy")
@@ -94,7 +95,7 @@ def mend_engine(module: ModuleType) -> None:
     if not compat.mends(compat.MIGRATION_ENGINE):
         return
     engine: Any = module.Engine
-    end_session, on_end_session = engine.end_session, engine._on_end_session
+    end_session, on_end_session, schedule_metrics = engine.end_session, engine._on_end_session, engine.get_schedule_metrics
 
     @functools.wraps(end_session)
     def ours_end_session(self: Any, session_id: int) -> bool:
@@ -115,7 +116,15 @@ def mend_engine(module: ModuleType) -> None:
                 self._response(req.resp, module.ResponseType.SUCCESS)
         on_end_session(self, ending, **kwargs)
 
-    engine.end_session, engine._on_end_session = ours_end_session, ours_on_end_session
+    @functools.wraps(schedule_metrics)
+    def ours_schedule_metrics(self: Any) -> Any:
+        found = schedule_metrics(self)
+        if chosen(self):
+            counts = {f"{metrics.MIGRATIONS}_{result}": n for result, n in RESULTS.items()}
+            setattr(found, metrics.MIGRATIONS, (f"migrations of {os.getpid()}", counts))
+        return found
+
+    engine.end_session, engine._on_end_session, engine.get_schedule_metrics = ours_end_session, ours_on_end_session, ours_schedule_metrics
 
 
 def mend_loop(module: ModuleType) -> None:
@@ -127,7 +136,7 @@ def mend_loop(module: ModuleType) -> None:
 
     @functools.wraps(send)
     def ours_send(self: Any, out: Any) -> None:
-        if out.finish and out.cache_block_ids is not None and chosen(self.engine_conn.engine):
+        if self.config.role.name == "Prefill" and out.finish and out.cache_block_ids is not None and chosen(self.engine_conn.engine):
             out.cache_block_ids = [*out.cache_block_ids, -Holds.of(self.engine_conn.engine).begin(out.session_id)]
         send(self, out)
 

@@ -48,7 +48,8 @@ def mend_proxy(module: ModuleType) -> None:
         node = self.nodes.get(node_url)
         if node is None or node.role != roles.Prefill or _resting.get(node_url, 0.0) > time.monotonic() or request.get("logprobs"):
             return _WITHOUT
-        request.pop("stream_options", None)
+        for key in ("stream_options", "stop"):  # for a whole answer; a first token that is one is left out of the response
+            request.pop(key, None)
         try:
             async with asyncio.timeout(settings().migration_prefill_s):
                 response = json.loads(await generate(self, request, node_url, endpoint))

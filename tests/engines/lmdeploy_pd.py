@@ -79,7 +79,7 @@ class Cluster:
 
     def start(self, role: str) -> None:
         arguments = ["--role", role, "--migration-backend", "Mooncake", "--proxy-url", f"http://127.0.0.1:{self.proxy.port}"]
-        arguments += ["--num-gpu-blocks", str(self._blocks[role])]
+        arguments += ["--num-gpu-blocks", str(self._blocks[role]), "--logprobs-mode", "raw_logprobs"]
         environment = {**self._environment, STATE: str(self.folder / f"{role}.state")}
         for last in (False, False, True):
             try:

@@ -247,6 +247,21 @@ def test_frozen_in_the_middle_of_reads(link: Link, memory: np.ndarray, peer: Pee
     assert bad, f"{good} reads ended before the peer froze"
 
 
+def test_buffers_of_failed_reads_are_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migration, "QUARANTINE_BYTES", 2 * migration.CHUNK_BYTES)
+    registered: list[int] = []
+    staging = migration._Staging(lambda address, _: registered.append(address))
+    good = staging.take()
+    staging.give(good, good=True)
+    assert staging.take() is good
+    bad = [good, staging.take()]
+    for buffer in bad:
+        staging.give(buffer, good=False)
+    assert registered == [buffer.address for buffer in bad]
+    with pytest.raises(MigrationError, match="no more reads in this process"):
+        staging.take()
+
+
 def test_registration(transfer: Transfer, peer: Peer) -> None:
     old = np.zeros(1 << 20, np.uint8)
     link = Link(transfer, "peer")
