@@ -95,7 +95,7 @@ def status(name: Name = None, as_json: Json = False) -> None:
         from .node.tool import NodeTool
 
         found: list[dict[str, Any]] = []
-        for node in [_node(name)[1]] if name else known_nodes():
+        for node in [_node(name)[1]] if name is not None else known_nodes():
             try:
                 with NodeTool(node, version=_version()) as tool:
                     about = {"version": tool.welcome.version, "pid": tool.welcome.pid}
@@ -169,7 +169,7 @@ def _node(name: str | None, flag: str | None = None) -> tuple[CacheConfig, NodeP
         raise ConfigError(
             f"node is {name!r} (command line) and {config.node!r} ({config.sources['node']}): give it once, or the same value"
         )
-    return config, node_paths(name or config.node)
+    return config, node_paths(config.node if name is None else name)
 
 
 def _version() -> str:
@@ -179,7 +179,8 @@ def _version() -> str:
 
 
 def _print_status(console: Any, about: dict[str, Any]) -> None:
-    """One table; counters that are still zero are left out."""
+    """One table; counters that are still zero are left out. Long words are folded: an ellipsis would hide what was asked for, and not every
+    terminal can show one."""
     from rich.table import Table
     from rich.text import Text
 
@@ -196,6 +197,8 @@ def _print_status(console: Any, about: dict[str, Any]) -> None:
             if value and key not in (*rows, "name", "arena_bytes", "dram_bytes", "host_pool_bytes", "tiers")
         }
     table = Table(title=f"Node {about['node']!r}", title_justify="left", show_header=False)
+    for _ in range(2):
+        table.add_column(overflow="fold")
     for key, value in rows.items():
         table.add_row(key, Text(value))
     console.print(table)
@@ -208,7 +211,7 @@ def _print_tiers(console: Any, tiers: dict[str, dict[str, Any]]) -> None:
 
     table = Table(title="Tiers", title_justify="left")
     for column in ("tier", "state", "pages", "holds", "hit pages", "hit", "read", "written", "not written"):
-        table.add_column(column, justify="left" if column in ("tier", "state") else "right")
+        table.add_column(column, justify="left" if column in ("tier", "state") else "right", overflow="fold")
     for name, tier in tiers.items():
         holds = f"{_mebibytes(tier.get('bytes', 0))} of {_mebibytes(tier.get('limit_bytes', 0))}" if tier.get("limit_bytes") else ""
         unwritten = tier.get("pages_unwritten", 0) + tier.get("pages_failed", 0)

@@ -108,7 +108,10 @@ def model_fingerprint(
         )
     else:
         identity = weights_digest(weights, mode, cache_dir=cache_dir, consolidated=load_format == _LOADS_CONSOLIDATED).hex()
-    config = config_facts(hf_config)
+    try:
+        config = config_facts(hf_config)
+    except (TypeError, RecursionError) as error:  # a list where a number belongs, and the like
+        raise UnsupportedError(f"the model's configuration cannot be identified: {error}") from None
     everything = {
         "format": FORMAT,
         "config": config,

@@ -92,7 +92,7 @@ def _files(weights: Path, consolidated: bool) -> list[Path]:
     if index.is_file() and not consolidated:
         try:
             names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
             raise UnsupportedError(f"the index of the weights {str(index)!r} cannot be read: {error}") from None
         if not names:
             raise UnsupportedError(f"the index of the weights {str(index)!r} names no file: {_HINT}")
@@ -109,8 +109,10 @@ def _files(weights: Path, consolidated: bool) -> list[Path]:
 def _tensors(path: Path, mode: Mode, cache: Path | None) -> Tensors:
     """Everything that counts of one file. Raises UnsupportedError if it is no valid safetensors file."""
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=_opener) as file:
             fd = file.fileno()
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ValueError("it is no regular file")
             before = _key(fd)
             if cache and (cached := _recall(cache, before)) is not None:
                 return cached
@@ -125,11 +127,15 @@ def _tensors(path: Path, mode: Mode, cache: Path | None) -> Tensors:
             tensors = {name: _facts(entry, fd, start, size, read) for name, entry in by_place}
             if _key(fd) != before:
                 raise ValueError("it changed while it was read")
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise UnsupportedError(f"the weight file {str(path)!r} cannot be identified: {error}") from None
     if cache and time.time_ns() - max(before[_TIMES]) > SETTLED_NS:
         _remember(cache, before, tensors)
     return tensors
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # or a pipe would block
 
 
 def _header(fd: int) -> tuple[dict[str, _Header], int]:

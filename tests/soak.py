@@ -1,10 +1,10 @@
-"""Faults at random, under load: a real vLLM engine with node, disk and pool.
+"""Faults at random, under load: a real engine, vLLM or SGLang, with node, disk and pool.
 
-    python tests/soak.py [--minutes N] [--seed N] [--json FILE]
+    python tests/soak.py [--engine NAME] [--minutes N] [--seed N] [--json FILE]
 
 Rounds of traffic, in which all of the cache's processes are killed and frozen and its disk is taken away, made read-only and damaged, then
-a pause without faults in which what was stored is judged. The engine has no prefix cache of its own and computes in a way that does not
-depend on batches (judge.EXACT), so that an answer is the same whether it was loaded or computed.
+a pause without faults in which what was stored is judged. The engine has no prefix cache of its own, or a small one, and computes in a way
+that does not depend on batches (judge.EXACT), so that an answer is the same whether it was loaded or computed.
 
 Counted, and each must be 0: wrong pages (stored prompt pages that are not bit for bit what the engine computes, or pages of answers too far
 from it; see judge), wrong answers (not those of the undisturbed engine), stuck requests (none may take longer than STUCK_S), engine
@@ -39,18 +39,18 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mooncake_kv.common.identity import KVNamespace
 from mooncake_kv.common.node.paths import node_paths
 from mooncake_kv.common.node.spawn import NodeUnavailable
 from mooncake_kv.common.node.tool import NodeTool
 from tests.conftest import RUN_VARIABLE, end, processes_of
-from tests.engines.harness import ONE_THREAD, Engine, EngineError, Request, Result
-from tests.engines.judge import EXACT, MAX_ERROR, PageReader, judge_pages
-from tests.engines.test_vllm_hits import INSECURE, random_ids
-from tests.models import TINY_LLAMA, generated_llama
+from tests.engines.harness import EngineError, Result
+from tests.engines.judge import MAX_ERROR, PageReader
+from tests.engines.test_vllm_hits import random_ids
 from tests.node.pool_peer import Master
+from tests.soak_engines import ENGINES, VLLM
 
 PROMPTS = 30
+TOKENS = 8
 ROUND_S = 25.0
 STUCK_S = 20.0
 # The longest back-off of a tier's breaker, and its start.
@@ -203,9 +203,9 @@ def file_system(disk: Path) -> Iterator[bool]:
 
 
 class Soak:
-    def __init__(self, engine: Engine, faults: Faults, settings: dict[str, Any], deadline: float) -> None:
+    def __init__(self, engine: VLLM, faults: Faults, settings: dict[str, Any], deadline: float) -> None:
         self._engine, self._faults, self._settings, self._deadline = engine, faults, settings, deadline
-        self._space = KVNamespace.decode(bytes.fromhex(engine.call("tests.engines.judge:namespace")))
+        self._space = engine.namespace()
         self._engine_processes = {process.pid for process in engine.processes()}
         self._shared = [random_ids(640, 10 + i) for i in range(4)]
         self._right: dict[str, list[int]] = {}
@@ -229,9 +229,9 @@ class Soak:
         while number == 0 or time.monotonic() < self._deadline:
             say(f"round {number + 1}: the undisturbed answers")
             prompts = self._prompts(number)
-            for prompt in prompts:
-                alone = self._engine.generate(prompt.ids, 8, sampling={"ignore_eos": True, "skip_reading_prefix_cache": True})
-                self._right[prompt.id] = alone.output
+            for name, ids in prompts:
+                alone = self._engine.alone(ids, TOKENS)
+                self._right[name] = alone.output
                 self.cold_s = max(self.cold_s, alone.ttft_s or 0.0)
             say(f"round {number + 1}: traffic and faults")
             results = self._traffic(prompts, min(ROUND_S, max(10.0, self._deadline - time.monotonic())))
@@ -241,19 +241,19 @@ class Soak:
             self._judge(prompts, results)
             number += 1
 
-    def _prompts(self, number: int) -> list[Request]:
+    def _prompts(self, number: int) -> list[tuple[str, list[int]]]:
+        """(name, token ids) each."""
         made = []
         for i in range(PROMPTS):
             tail = random_ids(40 + 37 * (i % 12), 1000 * number + 100 + i)
-            ids = self._shared[i % len(self._shared)] + tail
-            made.append(Request(ids=ids, id=f"n{number}-{i}", sampling={"max_tokens": 8, "ignore_eos": True}))
+            made.append((f"n{number}-{i}", self._shared[i % len(self._shared)] + tail))
         return made
 
-    def _traffic(self, prompts: list[Request], seconds: float) -> list[Result]:
+    def _traffic(self, prompts: Sequence[tuple[str, list[int]]], seconds: float) -> list[Result]:
         with ThreadPoolExecutor(1) as pool:
             planting = pool.submit(self._faults.run)
             try:
-                return self._engine.traffic(prompts, seconds, at_once=3, timeout_s=3 * STUCK_S)
+                return self._engine.traffic(prompts, TOKENS, seconds, 3 * STUCK_S)
             finally:
                 self._faults.stop()
                 planting.result(60)
@@ -273,7 +273,7 @@ class Soak:
                 self.tokens[tier] = max(self.tokens[tier], int(value))
 
     def _heal(self) -> None:
-        """Wait until the engine's two halves are back at a node whose tiers work."""
+        """Wait until all of the engine is back at a node whose tiers work."""
         deadline = time.monotonic() + HEAL_S
         why: object = ""
         while time.monotonic() < deadline:
@@ -281,28 +281,27 @@ class Soak:
                 stats = tool.stats()
                 why = {name: (tier.get("state"), tier.get("reason")) for name, tier in stats["tiers"].items()}, stats["clients"]
                 up = all(tier.get("state", "up") == "up" for tier in stats["tiers"].values())
-                # Without granted slots nothing is saved.
-                if stats["clients"] == 2 and stats["granted_slots"] and up:
+                if up and self._engine.at_work(stats):
                     return
             time.sleep(0.2)
         raise AssertionError(f"not all is well {HEAL_S:g} s after the last fault: {why}")
 
-    def _judge(self, prompts: Sequence[Request], results: Sequence[Result]) -> None:
+    def _judge(self, prompts: Sequence[tuple[str, list[int]]], results: Sequence[Result]) -> None:
         outputs = {r.id.partition("/")[0]: r.output for r in results}
-        pairs = [(p.ids, outputs[p.id]) for p in prompts if p.id in outputs]
+        pairs = [(ids, outputs[name]) for name, ids in prompts if name in outputs]
         # Patient: this process shares the cores with the engine, and a late answer is no fault here.
         with PageReader(self._space, {**self._settings, "fetch_timeout_ms": 10000}) as reader:
-            judged = judge_pages(self._engine, reader, pairs)
+            judged = self._engine.judge(reader, pairs)
         self.found["pages_judged"] += judged.pages
         self.found["pages_missing"] += judged.missing
         self.found["wrong_pages"] += judged.different + (judged.worst > MAX_ERROR)
         self.found["worst_error"] = max(self.found["worst_error"], judged.worst)
 
 
-def soak(minutes: float, seed: int, console: Console) -> dict[str, Any]:
+def soak(engine_name: str, minutes: float, seed: int, console: Console) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="mkv-soak-", dir="/tmp"))
     os.environ |= {"XDG_RUNTIME_DIR": str(folder), RUN_VARIABLE: str(folder)}
-    report: dict[str, Any] = {"seed": seed, "minutes": minutes}
+    report: dict[str, Any] = {"engine": engine_name, "seed": seed, "minutes": minutes}
     master: Master | None = None
     kept = False
     try:
@@ -310,14 +309,7 @@ def soak(minutes: float, seed: int, console: Console) -> dict[str, Any]:
             master = Master()
             settings = {**SETTINGS, "ssd_path": str(folder / "disk" / "ssd"), "master_server_address": master.address}
             began = time.monotonic()
-            arguments: dict[str, Any] = {"max_model_len": 2048, "enable_prefix_caching": False}
-            with Engine(
-                generated_llama(TINY_LLAMA),
-                folder / "engine.log",
-                settings=settings,
-                environment={**INSECURE, **ONE_THREAD, **EXACT},
-                **arguments,
-            ) as engine:
+            with ENGINES[engine_name](folder, settings) as engine:
                 faults = Faults(seed, master, folder / "disk", can_remount)
                 run = Soak(engine, faults, settings, time.monotonic() + 60 * minutes)
                 try:
@@ -360,15 +352,20 @@ def passed(report: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Random faults under load on a real vLLM engine.")
+    parser = argparse.ArgumentParser(description="Random faults under load on a real engine.")
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--json", type=Path, metavar="FILE")
     parsed = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console()
-    report = soak(parsed.minutes, parsed.seed, console)
-    table = Table(title=f"Faults at random for {parsed.minutes:g} minutes (seed {parsed.seed})", title_justify="left", show_header=False)
+    report = soak(parsed.engine, parsed.minutes, parsed.seed, console)
+    table = Table(
+        title=f"{parsed.engine}: faults at random for {parsed.minutes:g} minutes (seed {parsed.seed})",
+        title_justify="left",
+        show_header=False,
+    )
     for key, value in report.items():
         text = ", ".join(f"{name} {count}" for name, count in value.items()) if isinstance(value, dict) else str(value)
         table.add_row(key, text, style="bold red" if key in ZERO and value else "")

@@ -70,8 +70,8 @@ def install() -> None:
 
     @functools.wraps(plain_parse)
     def parse_args(self: Any, args: list[str] | None = None, namespace: argparse.Namespace | None = None) -> argparse.Namespace:
-        parsed = plain_parse(self, _quoted(sys.argv[1:] if args is None else args), namespace)
         try:
+            parsed = plain_parse(self, _quoted(sys.argv[1:] if args is None else args), namespace)
             check(parsed)
         except ConfigError as error:
             self.exit(2, f"{self.prog}: error: {error}\n")
@@ -163,7 +163,8 @@ class _MergeSettings(argparse.Action):
 
 def _quoted(args: list[str]) -> list[str]:
     """The values of `--moon-cache-config.KEY VALUE` as JSON strings. vLLM would read `512m` as 512,000,000 and `512M` as 536,870,912 there,
-    and the tenant `007` as a number; as strings they mean what they mean in an environment variable."""
+    and the tenant `007` as a number; as strings they mean what they mean in an environment variable. Raises ConfigError for a KEY without
+    VALUE at the end."""
     result: list[str] = []
     pending = False
     for arg in args:
@@ -173,6 +174,8 @@ def _quoted(args: list[str]) -> list[str]:
             key, equals, value = arg.partition("=")
             arg, pending = (f"{key}={_as_string(value)}", False) if equals else (arg, True)
         result.append(arg)
+    if pending:
+        raise ConfigError(f"{args[-1]} is given without a value")
     return result
 
 

@@ -20,11 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import cast
 
+import numpy as np
+
 from ..errors import ConfigError
 from ..identity import KVNamespace
 from ..node import child_side
 from ..node.child_side import Extents, Map, Space, Unmap
-from ..node.protocol import unpack_hashes
+from ..node.protocol import SLOT_SHIFT, unpack_hashes
 from ..page import PageLayout
 from .base import NoticesUse, RegistersMemory, Stats, Tier, TierDown, open_tier, with_low_priority
 from .messages import Open, Opened, Report, Result, TierJob, Touch, decode_to_tier
@@ -89,6 +91,8 @@ class Host:
         self._tier: Tier | None = None
         self._extents = Extents()
         self._layouts: dict[str, PageLayout] = {}
+        # Extents that could not be mapped, and why.
+        self._unusable: dict[int, str] = {}
         self._look = ThreadPoolExecutor(2, "look")
         # What moves bytes makes way for the node's event loop and for lookups, which have a tenth of a second; nobody waits for writes.
         self._read = ThreadPoolExecutor(READ_THREADS, "read", os.nice, (READ_NICE,))
@@ -113,13 +117,9 @@ class Host:
         elif isinstance(message, Touch):
             self._write.submit(self._touch, message)
         elif isinstance(message, Map):
-            address = self._extents.map(message.extent, message.size, fds[0])
-            os.close(fds[0])
-            self._populate.submit(self._extents.populate, message.extent)
-            if hasattr(self._tier, "add_memory"):
-                cast(RegistersMemory, self._tier).add_memory(address, message.size)
+            self._map(message, fds[0])
         elif isinstance(message, Unmap):
-            if hasattr(self._tier, "drop_memory"):
+            if not self._unusable.pop(message.extent, "") and hasattr(self._tier, "drop_memory"):
                 cast(RegistersMemory, self._tier).drop_memory(self._extents.address(message.extent))
             self._extents.unmap(message.extent)
         elif isinstance(message, Space):
@@ -128,6 +128,26 @@ class Host:
             self._opened.add_space(message.digest, self._layouts[message.digest])
         else:
             self._open(message)
+
+    def _map(self, message: Map, fd: int) -> None:
+        try:
+            address = self._extents.map(message.extent, message.size, fd)
+            if hasattr(self._tier, "add_memory"):
+                cast(RegistersMemory, self._tier).add_memory(address, message.size)
+        except (OSError, TierDown) as error:
+            # No address space, no descriptor, or Mooncake does not take it.
+            self._extents.unmap(message.extent)
+            self._unusable[message.extent] = f"{message.size} bytes of the node's memory cannot be used: {error}"
+        else:
+            self._populate.submit(self._extents.populate, message.extent)
+        finally:
+            os.close(fd)
+
+    def _slots(self, job: TierJob, layout: PageLayout) -> list[np.ndarray]:
+        for slot in job.slots:
+            if why := self._unusable.get(slot >> SLOT_SHIFT):
+                raise TierDown(why)
+        return [self._extents.slot(slot, layout.slot_bytes) for slot in job.slots]
 
     @property
     def _opened(self) -> Tier:
@@ -164,7 +184,7 @@ class Host:
     def _do_read(self, tier: Tier, job: TierJob) -> Result:
         layout, flow = self._layouts[job.digest], self._flows["read"]
         hashes = unpack_hashes(job.hashes)
-        slots = [self._extents.slot(slot, layout.slot_bytes) for slot in job.slots]
+        slots = self._slots(job, layout)
         began, count = flow.begin(), 0
         try:
             count = tier.read(job.digest, hashes, slots)
@@ -181,7 +201,7 @@ class Host:
     def _do_write(self, tier: Tier, job: TierJob) -> Result:
         layout, flow = self._layouts[job.digest], self._flows["write"]
         hashes = unpack_hashes(job.hashes)
-        slots = [self._extents.slot(slot, layout.slot_bytes) for slot in job.slots]
+        slots = self._slots(job, layout)
         began, good = flow.begin(), [False] * len(hashes)
         try:
             good = tier.write(job.digest, hashes, slots, [job.why] * len(hashes))

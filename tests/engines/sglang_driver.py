@@ -1,10 +1,12 @@
 """Child process of sglang_harness.SGLangEngine: one real SGLang engine, driven by JSON lines.
 
-Commands (see driver_loop): start (first), run, together, flush, call, stop.
+Commands (see driver_loop): start (first), run, together, traffic, metrics, flush, call, stop.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -40,6 +42,44 @@ class Driver:
         for later in answers:
             answer = later
         return {**_reported(answer), "ttft_s": first}
+
+    def traffic(self, requests: dict[str, Json], seconds: float, at_once: int) -> list[Json]:
+        """Keep `at_once` requests going, taken from `requests` (by id) in turn, for so many seconds; then let them end. One result for
+        each, with ids ID/0, ID/1, ..."""
+        return self.engine.loop.run_until_complete(self._traffic(requests, seconds, at_once))
+
+    async def _traffic(self, requests: dict[str, Json], seconds: float, at_once: int) -> list[Json]:
+        results: list[Json] = []
+        turns = ((f"{name}/{turn}", request) for turn in itertools.count() for name, request in requests.items())
+        until = time.perf_counter() + seconds
+
+        async def keep_going() -> None:
+            while time.perf_counter() < until:
+                name, request = next(turns)
+                result: Json = {"id": name, "output": [], "token_times": [], "cached": None, "finish": None, "ttft_s": None}
+                result["added"] = began = time.perf_counter()
+                results.append(result)
+                async for answer in await self.engine.async_generate(**_arguments(request), stream=True):
+                    result |= {"output": list(answer["output_ids"]), "cached": answer["meta_info"]["cached_tokens"]}
+                    result["token_times"] += [time.perf_counter() - began] * (len(result["output"]) - len(result["token_times"]))
+                    result["finish"] = (answer["meta_info"]["finish_reason"] or {}).get("type")
+                result["ttft_s"] = result["token_times"][0]
+
+        await asyncio.gather(*(keep_going() for _ in range(at_once)))
+        return results
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of all of the engine's processes, `name{label="value",...}` -> value; of an engine with `enable_metrics`."""
+        from prometheus_client import CollectorRegistry
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+        found = {}
+        for sample in (sample for family in registry.collect() for sample in family.samples):
+            labels = ",".join(f'{key}="{value}"' for key, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}"] = float(sample.value)
+        return found
 
     def together(self, requests: list[Json]) -> list[Json]:
         """As one batch."""

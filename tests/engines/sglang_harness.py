@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from mooncake_kv.common.identity import KVNamespace
-from tests.engines.harness import RUN_TIMEOUT_S, START_TIMEOUT_S, Driven
+from tests.engines.harness import RUN_TIMEOUT_S, START_TIMEOUT_S, Driven, Result
 
 LOADED = "MOONCAKE_KV_TEST_LOADED"
 # Threads that wait for others of their team sleep: on a busy machine, spinning makes everything many times slower.
@@ -88,6 +88,18 @@ class SGLangEngine(Driven):
     def run(self, requests: Sequence[SGLangRequest], *, together: bool = False, timeout_s: float = RUN_TIMEOUT_S) -> list[SGLangResult]:
         answer = self._ask(timeout_s, do="together" if together else "run", requests=msgspec.to_builtins(requests))
         return msgspec.convert(answer, list[SGLangResult])
+
+    def traffic(
+        self, requests: Mapping[str, SGLangRequest], seconds: float, *, at_once: int = 1, timeout_s: float = RUN_TIMEOUT_S
+    ) -> list[Result]:
+        """See sglang_driver.Driver.traffic. Blocks; to do something meanwhile, call it on another thread."""
+        asked = msgspec.to_builtins(dict(requests))
+        answer = self._ask(seconds + timeout_s, do="traffic", requests=asked, seconds=seconds, at_once=at_once)
+        return msgspec.convert(answer, list[Result])
+
+    def metrics(self) -> dict[str, float]:
+        """Of an engine with `enable_metrics`."""
+        return dict(self._ask(30, do="metrics"))
 
     def flush(self) -> bool:
         """Empty the engine's own caches, on device and host."""

@@ -4,6 +4,8 @@ test_sglang_server. After every test SGLang's four storage threads are alive."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 from mooncake_kv.common.hashing import page_hashes
+from mooncake_kv.common.node.tool import NodeTool
 from tests.engines import sglang_parts
 from tests.engines.test_sglang_backend import DIM, HEADS, LAYERS, SETTINGS, P, tokens
 from tests.engines.test_sglang_server import DYNAMIC
@@ -232,3 +235,92 @@ def _drained(queue: Any) -> int:
         queue.get()
         count += 1
     return count
+
+
+def _truncate(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+
+
+def _flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 4
+    file.write_bytes(data)
+
+
+def _another(file: Path) -> None:
+    """The bytes of another page, right in themselves."""
+    other = next(f for f in file.parent.parent.rglob("*.*") if f != file and f.is_file() and f.stat().st_size == file.stat().st_size)
+    file.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, _truncate, _flip, _another], ids=["gone", "short", "flipped", "swapped"])
+def test_a_damaged_file_ends_the_load_there_and_is_replaced(make: Any, tmp_path: Path, damage: Any) -> None:
+    """In a node that has nothing in memory: the one before was killed."""
+    bench, bad = make(ssd_path=str(tmp_path / "ssd"), ssd_size="64mb", fetch_deadline_ms=20000), 150
+    bench.write(0, PAGES)
+    on_disk(tmp_path / "ssd", PAGES)
+    replace_node(bench)
+    damage(next((tmp_path / "ssd").rglob(f"{KEYS[bad]}.*")))
+    operation = bench.query()
+    done = bench.load(operation)
+    # The index, made anew, may know already that a file is missing or short; otherwise only reading it shows.
+    assert done == min(bad, len(operation.hash_value)) and bench.right(operation, 0, done)
+    bench.controller.mem_pool_host.free(operation.host_indices)
+    until(lambda: bench.query().storage_hit_count == bad * P, WAIT_S)
+    assert bench.write(bad, PAGES) == (PAGES - bad) * P
+    bench.stored(PAGES)
+    again = bench.query()
+    assert bench.load(again) == PAGES and bench.right(again, 0, PAGES)
+
+
+def test_a_disk_that_is_taken_away(make: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "ssd"
+    bench = make(ssd_path=str(folder), ssd_size="64mb", fetch_deadline_ms=3000)
+    bench.write(0, PAGES)
+    on_disk(folder, PAGES)
+    replace_node(bench)
+    operation = bench.query(0, 100)
+    folder.rename(tmp_path / "away")
+    done = bench.load(operation)
+    assert bench.right(operation, 0, done)
+    until(lambda: bench.write(0, 20) == 20 * P, WAIT_S)
+    bench.stored(20)
+    again = bench.query(0, 20)
+    assert bench.load(again) == 20 and bench.right(again, 0, 20)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
+def test_the_process_of_the_disk_stops_or_dies_while_pages_are_read(make: Any, tmp_path: Path, sign: signal.Signals) -> None:
+    bench = make(ssd_path=str(tmp_path / "ssd"), ssd_size="64mb", fetch_deadline_ms=3000)
+    bench.write(0, PAGES)
+    on_disk(tmp_path / "ssd", PAGES)
+    replace_node(bench)
+    pid = tiers(bench)["ssd"]["pid"]
+    operation = bench.query()
+    os.kill(pid, sign)
+    done = bench.load(operation)
+    assert bench.right(operation, 0, done)
+    bench.controller.mem_pool_host.free(operation.host_indices)
+    until(lambda: tiers(bench)["ssd"]["state"] == "up" and tiers(bench)["ssd"]["pid"] != pid, 60)
+    until(lambda: bench.query().storage_hit_count == PAGES * P, WAIT_S)
+    again = bench.query()
+    assert bench.load(again) == PAGES and bench.right(again, 0, PAGES)
+
+
+def on_disk(folder: Path, pages: int) -> None:
+    until(lambda: all(list(folder.rglob(f"{key}.*")) for key in KEYS[:pages]), WAIT_S)
+
+
+def replace_node(bench: Bench) -> None:
+    """By an empty one, which the backend's client starts."""
+    client = bench.backend._client
+    before = client.node_pid
+    os.kill(before, signal.SIGKILL)
+    until(lambda: client.ready and client.node_pid != before and client.counters()["mapped_bytes"] > 0, WAIT_S)
+    until(lambda: tiers(bench)["ssd"]["state"] == "up", WAIT_S)
+
+
+def tiers(bench: Bench) -> dict[str, Any]:
+    with NodeTool(bench.backend._client._node, version="test") as tool:
+        return dict(tool.stats()["tiers"])

@@ -76,6 +76,13 @@ def test_status_and_stop(node: subprocess.Popen[str]) -> None:
     assert status() == (1, [])
 
 
+def test_a_narrow_terminal_without_unicode_hides_nothing(node: subprocess.Popen[str]) -> None:
+    done = run("status", COLUMNS="50", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and not done.stderr and done.stdout.isascii(), done.stderr
+    words = "".join(done.stdout.translate(dict.fromkeys(map(ord, " |\n"))).split())
+    assert "window_bytes" in words and str(node_paths("one").folder) in words, words
+
+
 def test_a_node_that_does_not_answer_is_named(node: subprocess.Popen[str]) -> None:
     node.send_signal(signal.SIGSTOP)
     try:
@@ -98,6 +105,8 @@ def test_the_same_name_twice(node: subprocess.Popen[str]) -> None:
         (["node", "run", "a", "--moon-cache-config", '{"node": "b"}'], ["'a'", "'b'", "--moon-cache-config"]),
         (["node", "run", "../up"], ["../up"]),
         (["status", "a/b"], ["a/b"]),
+        (["status", ""], ["''"]),
+        (["node", "stop", ""], ["''"]),
         (["demo", "--model", "m", "--engines", "vllm,sglan"], ["--engines", "'sglan'", "vllm, sglang"]),
     ],
 )

@@ -292,6 +292,9 @@ def test_what_cannot_be_written_down_is_refused_by_name() -> None:
         fingerprint(LLAMA | {"x": object()})
     with pytest.raises(UnsupportedError, match="no mapping"):
         fingerprint(LLAMA | {"rope_scaling": "yarn"})
+    for odd in ({"layer_types": 5}, {"rope_scaling": {"type": ["yarn"]}}, {"qk_nope_head_dim": "64", "qk_rope_head_dim": 32}):
+        with pytest.raises(UnsupportedError, match=r"^the model's configuration cannot be identified"):
+            fingerprint(LLAMA | odd)
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "gguf", "pt", "bitsandbytes", "sharded_state", "tensorizer"])

@@ -65,6 +65,13 @@ def test_flags_become_the_transfer_config(parse: Parse) -> None:
     assert transfer_of(again).kv_connector == "mooncake"
 
 
+def test_a_key_without_a_value_is_named(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse("--kv-connector", "mooncake", "--moon-cache-config.dram_size")
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith("error: --moon-cache-config.dram_size is given without a value\n")
+
+
 def test_one_flag_is_enough(parse: Parse) -> None:
     assert transfer_of(parse("--kv-connector", "mooncake")).kv_connector_extra_config == {}
 

@@ -227,6 +227,7 @@ def header(entries: dict | bytes, length: int | None = None) -> bytes:
         header({}, 1 << 40),
         header({}, 500),
         header({"a": 1}),
+        header(b'{"a": {"?": ' + b"[" * 5000),
         header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}),
         header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}) + b"\0" * 8,
         header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}) + b"\0" * 8,
@@ -241,6 +242,12 @@ def test_damaged_files_are_refused(mode: Mode, data: bytes, tmp_path: Path, cach
     (folder / "model.safetensors").write_bytes(data)
     with pytest.raises(UnsupportedError, match=r"model\.safetensors"):
         weights_digest(folder, mode, cache_dir=cache)
+
+
+def test_pipes_and_devices_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedError, match="it is no regular file"):
+        weights_digest(tmp_path, "sample")
 
 
 def test_missing_shards_and_bad_indexes_are_refused(tensors: Tensors, tmp_path: Path) -> None:

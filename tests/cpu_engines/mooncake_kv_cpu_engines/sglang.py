@@ -1,7 +1,8 @@
 """SGLang plugin that lets the real engine, with its hierarchical cache, run on a CPU; and a record of which process loaded what.
 
 What a CPU lacks is replaced, nothing else: copies between the device's and the host's KV pools (SGLang has GPU kernels for them), the
-registration of host memory with CUDA, PyNccl, a method of PyTorch's stand-in for streams, and a library for sound.
+registration of host memory with CUDA, pinned memory (LoRA), PyNccl, a method of PyTorch's stand-in for streams, and a library for sound;
+and MLA is computed on the cached latents, because the attention in plain PyTorch reads K and V from the cache.
 
 `MOONCAKE_KV_TEST_LOADED=FOLDER`: each process writes FOLDER/PID, a JSON list of the functions that plugins have patched in it (SGLang logs
 and swallows what a plugin raises, so a test has to look), and one that serves pages FOLDER/namespace, the namespace in hex.
@@ -26,6 +27,7 @@ from .faults import FAULT
 
 LOADED = "MOONCAKE_KV_TEST_LOADED"
 _POOLS = "sglang.srt.mem_cache.pool_host"
+_ATTENTION = "sglang.srt.models.deepseek_common.attention_backend_handler"
 
 
 def register() -> None:
@@ -39,6 +41,8 @@ def register() -> None:
     _without_soundfile()
     if not hasattr(torch.cpu.Stream, "synchronize"):
         torch.cpu.Stream.synchronize = lambda self: None  # type: ignore[attr-defined]
+    if not torch.accelerator.is_available():
+        _without_pinning()
     replaced: dict[str, Callable[..., Any]] = {
         f"{_POOLS}.common._cuda_host_register": lambda *_, **__: None,
         f"{_POOLS}.mha.MHATokenToKVPoolHost.load_to_device_per_layer": _load_mha,
@@ -48,6 +52,7 @@ def register() -> None:
     }
     for target, function in replaced.items():
         HookRegistry.register(target, function, HookType.REPLACE)
+    HookRegistry.register(f"{_ATTENTION}.AttentionBackendRegistry.get_handler", _mla_handler, HookType.AROUND)
     HookRegistry.register("sglang.srt.distributed.parallel_state.init_model_parallel_group", _without_pynccl, HookType.BEFORE)
     if folder := os.environ.get(LOADED):
         _record(HookRegistry, Path(folder))
@@ -87,6 +92,31 @@ def _without_soundfile() -> None:
         stub.__spec__ = importlib.machinery.ModuleSpec("soundfile", None)
         stub.available_formats = dict  # type: ignore[attr-defined]
         sys.modules["soundfile"] = stub
+
+
+def _without_pinning() -> None:
+    """Pinned memory is ordinary memory."""
+    import torch
+
+    for name in ("tensor", "empty", "zeros", "arange"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+
+
+def _unpinned(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{key: value for key, value in kwargs.items() if key != "pin_memory"})
+
+    return wrapper
+
+
+def _mla_handler(original: Callable[..., Any], cls: Any, backend_name: str) -> Any:
+    if backend_name != "torch_native":
+        return original(cls, backend_name)
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    return lambda attention, forward_batch: AttnForwardMethod.MLA
 
 
 def _without_pynccl(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
