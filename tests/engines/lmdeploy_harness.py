@@ -25,6 +25,12 @@ ENVIRONMENT = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_raylet_start_wait_time_s": "60",
 }
+# What each process that imports LMDeploy's engine writes into the folder LOADED.
+IN_EFFECT = {
+    "connector": "mooncake_kv.lmdeploy_plugin.registration",
+    "migration": "mooncake_kv.lmdeploy_plugin.registration",
+    "shims": "mooncake_kv_cpu_engines.lmdeploy",
+}
 DRIVER = Path(__file__).with_name("lmdeploy_driver.py")
 BLOCKS = 300
 
@@ -104,3 +110,8 @@ class LMDeployServer(HttpServer):
             command += ["--kv-transfer-config", json.dumps(transfer_config(settings))]
         variables = {**ENVIRONMENT, **(environment or {})}
         super().__init__([*command, *arguments], log, environment=variables, address=("--server-name", "--server-port"), **more)
+
+
+def in_effect(folder: Path) -> dict[int, dict[str, str]]:
+    """By process id, of an engine that was started with LOADED = folder."""
+    return {int(file.name): json.loads(file.read_text()) for file in folder.glob("[0-9]*")}

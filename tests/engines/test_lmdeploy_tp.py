@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from mooncake_kv.common.hashing import page_hashes, storage_namespace_seed
 from mooncake_kv.common.identity import KVNamespace
-from tests.engines.harness import Engine
+from tests.engines.harness import ONE_THREAD, Engine
 from tests.engines.judge import EXACT, MAX_ERROR, PageReader, worst_error
-from tests.engines.lmdeploy_harness import LMDeployEngine
+from tests.engines.lmdeploy_harness import IN_EFFECT, LOADED, LMDeployEngine, in_effect
 from tests.engines.sglang_harness import SGLangEngine
 from tests.engines.test_vllm_hits import INSECURE, random_ids
 from tests.models import TINY_LLAMA, generated_llama
@@ -62,12 +63,16 @@ def rotate_heads(page: np.ndarray) -> None:
 
 
 def test_two_ranks_of_lmdeploy_and_single_processes_share(runtime_dir: Path, tmp_path: Path) -> None:
-    model, environment = generated_llama(TINY_LLAMA), {**EXACT, **INSECURE}
+    model, environment = generated_llama(TINY_LLAMA), {**EXACT, **INSECURE, **ONE_THREAD}
     with Engine(model, tmp_path / "vllm", settings=SETTINGS, environment=environment, in_process=True) as vllm:
         space = KVNamespace.decode(bytes.fromhex(vllm.call("tests.engines.judge:namespace")))
         with PageReader(space, SETTINGS) as reader:
             right = {name: compute(vllm, name, reader) for name in PROMPTS}
-            with LMDeployEngine(model, tmp_path / "two", settings=SETTINGS, environment=EXACT, tp=2) as two:
+            ranks = {**EXACT, LOADED: str(tmp_path)}
+            with LMDeployEngine(model, tmp_path / "two", settings=SETTINGS, environment=ranks, tp=2) as two:
+                found = in_effect(tmp_path)
+                actors = [pid for pid in found if "RayWorkerWrapper" in " ".join(psutil.Process(pid).cmdline())]
+                assert len(actors) == 2 and found == dict.fromkeys((two.pid, *actors), IN_EFFECT)
                 assert two.call("tests.engines.lmdeploy_probes:namespace") == space.encode().hex()
 
                 def passed(writer: Any, name: str, to: Any) -> None:

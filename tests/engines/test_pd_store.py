@@ -22,7 +22,7 @@ import pytest
 
 from tests.engines.documents import MAX_GAP, gap_at_fork, messages, prompts, tokenizer
 from tests.engines.harness import ONE_THREAD, HttpServer, Server
-from tests.engines.lmdeploy_harness import LMDeployEngine, LMDeployServer
+from tests.engines.lmdeploy_harness import IN_EFFECT, LOADED, LMDeployEngine, LMDeployServer, in_effect
 from tests.models import SMOLLM2
 
 pytestmark = pytest.mark.timeout(900)
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(900)
 SETTINGS = {"dram_size": "1gb", "fetch_timeout_ms": 10000, "fetch_deadline_ms": 20000}
 SHARED = 1024
 TOKENS = 12
-SEQUENTIAL, TOGETHER, KILLS = 2, 3, 2
+SEQUENTIAL, TOGETHER, KILLS = 2, 3, 1
 KINDS = ("vllm", "lmdeploy")
 
 
@@ -59,7 +59,7 @@ def ask(server: HttpServer, owner: str, tokens: int = TOKENS) -> Answer:
 
 def start(kind: str, log: Path) -> HttpServer:
     if kind == "lmdeploy":
-        return LMDeployServer(SMOLLM2, log, settings=SETTINGS)
+        return LMDeployServer(SMOLLM2, log, settings=SETTINGS, environment={LOADED: str(log.parent)})
     arguments = ["--model", str(SMOLLM2), "--served-model-name", "m", "--kv-connector", "mooncake", "--block-size", "64", "--enforce-eager"]
     arguments += ["--moon-cache-config", json.dumps(SETTINGS), "--max-model-len", "4096", "--enable-prompt-tokens-details"]
     return Server(arguments, log, module=True, environment=ONE_THREAD)
@@ -97,7 +97,10 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def decode(module_runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    with start("lmdeploy", tmp_path_factory.mktemp("decode") / "log") as server:
+    folder = tmp_path_factory.mktemp("decode")
+    with start("lmdeploy", folder / "log") as server:
+        engines = [p.pid for p in server.processes() if p.name() == "ZMQMPEngine"]
+        assert len(engines) == 1 and in_effect(folder)[engines[0]] == IN_EFFECT
         yield server
 
 
