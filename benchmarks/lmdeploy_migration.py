@@ -180,12 +180,11 @@ def say(process: subprocess.Popen[str], line: str = "") -> str:
 def measure(shape: str, rounds: int) -> dict[str, Any]:
     children = []
     try:
-        workers = {}
-        for name in (OURS, IN_TREE, TUNED):
-            variables = {} if name == IN_TREE else wheel.ENVIRONMENT
-            children.append(peer := child(variables, "--shape", shape, "--serve"))
-            workers[name] = child(variables, "--shape", shape, "--work", name, "--endpoint", say(peer))
-            children.append(workers[name])
+        variables = {OURS: wheel.ENVIRONMENT, IN_TREE: {}, TUNED: wheel.ENVIRONMENT}
+        peers = {name: child(v, "--shape", shape, "--serve") for name, v in variables.items()}
+        children += peers.values()
+        workers = {name: child(v, "--shape", shape, "--work", name, "--endpoint", say(peers[name])) for name, v in variables.items()}
+        children += workers.values()
         times: dict[str, dict[str, list[list[float]]]] = {order: {name: [] for name in workers} for order in ORDERS}
         for round_ in range(rounds + 1):
             for order in ORDERS:
