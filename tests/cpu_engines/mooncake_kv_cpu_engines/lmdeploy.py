@@ -64,6 +64,7 @@ def load() -> None:
     _replace_cuda(torch)
     on_import("lmdeploy.pytorch.backends.selector", _replace_backend)
     on_import("lmdeploy.pytorch.ray", _start_ray_small)
+    on_import("lmdeploy.pytorch.engine.mp_engine.zmq_engine", _start_server_whole)
     if folder := os.environ.get(LOADED):
         for module in ("lmdeploy.pytorch.engine.engine", "lmdeploy.pytorch.engine.model_agent.agent"):
             on_import(module, lambda _: _record(Path(folder)))
@@ -287,6 +288,33 @@ def _watch(module: ModuleType, file: Path) -> None:
             time.sleep(0.02)
 
     engine.__init__ = __init__
+
+
+def _start_server_whole(module: ModuleType) -> None:
+    """On a busy machine an engine's process may hear no more that its word, that it has begun, was taken (the server has ended the process
+    that passes it on), and LMDeploy lets it end then."""
+    engine: Any = module.ZMQMPEngine  # type: ignore[attr-defined]
+    running = engine._mp_proc
+
+    class Tolerant:
+        def __init__(self, condition: Any) -> None:
+            self._condition = condition
+
+        def __enter__(self) -> Any:
+            return self._condition.__enter__()
+
+        def __exit__(self, *_: Any) -> None:
+            with contextlib.suppress(EOFError, OSError):
+                self._condition.__exit__(None, None, None)
+
+        def notify(self) -> None:
+            self._condition.notify()
+
+    @functools.wraps(running)
+    def _mp_proc(shared_dict: Any, condition: Any, *args: Any, **kwargs: Any) -> None:
+        running(shared_dict, Tolerant(condition), *args, **kwargs)
+
+    engine._mp_proc = staticmethod(_mp_proc)
 
 
 def _record(folder: Path) -> None:
