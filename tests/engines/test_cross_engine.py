@@ -31,7 +31,8 @@ from tests.models import SMOLLM2
 
 pytestmark = pytest.mark.timeout(1200)  # seven engines, a hundred answers
 
-SETTINGS = {"dram_size": "1gb", "fetch_timeout_ms": 10000}
+# Room for all that is read, 47 MB a document, about thirty times.
+SETTINGS = {"dram_size": "3gb", "fetch_timeout_ms": 10000}
 OWN = "own"
 TOKENS = 16
 ENGINES = ("sglang", "vllm", "lmdeploy")
@@ -51,7 +52,7 @@ class Answer(msgspec.Struct, kw_only=True):
 
 class Story(msgspec.Struct, kw_only=True):
     """`answers`: by "writer->reader". `own`: by "writer->reader" too, the reader's answers on that document from its own prefix cache.
-    `cold`: by engine, seconds to the first token of documents of the same length that nobody has read."""
+    `cold`: by "writer->reader" too, seconds to the first token of documents of the same length that nobody has read, in that process."""
 
     namespaces: dict[str, KVNamespace] = {}
     processes: dict[int, str] = {}
@@ -117,9 +118,9 @@ def own_answers(told: Story, running: Running, salt: str | None) -> None:
         told.own[f"{owner}->{running.kind}"] = [running.ask(prompt, salt=salt) for prompt in prompts(owner)]
 
 
-def cold(running: Running) -> list[float]:
+def cold(running: Running, first_seed: int) -> list[float]:
     """After a first one, for the kernels' sake."""
-    seeds = range(4 * ENGINES.index(running.kind), 4 * ENGINES.index(running.kind) + 4)
+    seeds = range(first_seed, first_seed + 4)
     texts = [[int(x) for x in np.random.default_rng(seed).integers(100, 40000, len(prompts("")[0]))] for seed in seeds]
     answers = [running.ask(text, 1) for text in texts]
     assert not any(a.cached for a in answers)
@@ -141,15 +142,15 @@ def story(module_runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
                     told.patched = {int(file.name): json.loads(file.read_text()) for file in (folder / "loaded").glob("[0-9]*")}
                 told.namespaces[kind] = running.namespace(folder / "loaded")
                 reader = reader or stack.enter_context(PageReader(told.namespaces[kind]))
+                computed = cold(running, 10 * i + 5 * number) if kind != "sglang" else []
                 if number == 1:
-                    if kind != "sglang":
-                        told.cold[kind] = cold(running)
                     running.ask(prompts(kind)[0], 1)
                     assert reader.wait_for(hashes(kind)) == PAGES
                     if kind != "lmdeploy":
                         own_answers(told, running, own(kind))
                 for writer in ENGINES[:i] if number == 1 else ENGINES[i:]:
                     told.answers[f"{writer}->{kind}"] = [running.ask_after_reset(prompt) for prompt in prompts(writer)]
+                    told.cold[f"{writer}->{kind}"] = computed
                 if number == 2 and kind != "lmdeploy":
                     running.ask(prompts(kind)[0], 1, "again")
                     assert reader.wait_for(hashes(kind, "again")) == PAGES
@@ -213,7 +214,11 @@ def test_answers_part_only_where_rounding_decides(story: Story, pair: str) -> No
     ours, theirs = story.own[pair], story.answers[pair]
     gaps = [gap_at_fork(prompt, a.output, b.output) for prompt, a, b in zip(prompts(owner), ours, theirs, strict=True)]
     assert max(gaps) < MAX_GAP
-    assert sum(gap == 0 for gap in gaps) >= len(gaps) / 2, "most answers are the same"
+
+
+def test_most_answers_are_the_same(story: Story) -> None:
+    same = [a.output == b.output for pair in PAIRS for a, b in zip(story.own[pair], story.answers[pair], strict=True)]
+    assert sum(same) >= len(same) / 2
 
 
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if len(set(pair.split("->"))) == 2])
@@ -252,9 +257,9 @@ def test_a_planted_fault_is_seen(pages: Callable[..., list[np.ndarray]], kind: s
 @pytest.mark.parametrize("kind", ["vllm", "lmdeploy"])
 def test_foreign_pages_are_much_faster_than_computing(story: Story, kind: str) -> None:
     """SGLang's attention on a CPU computes the whole prompt anew, also for its own hits."""
-    computed = statistics.median(story.cold[kind])
     for writer in ENGINES:
         if writer != kind:
+            computed = statistics.median(story.cold[f"{writer}->{kind}"])
             loaded = statistics.median(a.ttft_s for a in story.answers[f"{writer}->{kind}"])
             print(f"\n{kind}'s first token: computed {computed:.3f} s, from {writer}'s pages {loaded:.3f} s")
             assert loaded <= computed / 5
