@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import secrets
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -26,8 +27,13 @@ from .engine import log_rarely
 CONNECT_S = 10.0
 # A prefill engine that failed is left alone so long.
 REST_S = 2.0
-_WITHOUT = json.dumps({"id": "0"})
 _resting: dict[str, float] = {}
+
+
+def _without() -> str:
+    """The response of a prefill that there was not. LMDeploy keeps the ids of requests under way in a set, and fails one that it misses there:
+    two with the same id must not meet."""
+    return json.dumps({"id": str(secrets.randbits(60))})
 
 
 def mend_proxy(module: ModuleType) -> None:
@@ -47,7 +53,7 @@ def mend_proxy(module: ModuleType) -> None:
         """The response, with the number of the hold as its id."""
         node = self.nodes.get(node_url)
         if node is None or node.role != roles.Prefill or _resting.get(node_url, 0.0) > time.monotonic() or request.get("logprobs"):
-            return _WITHOUT
+            return _without()
         for key in ("stream_options", "stop"):  # for a whole answer; a first token that is one is left out of the response
             request.pop(key, None)
         try:
@@ -56,12 +62,12 @@ def mend_proxy(module: ModuleType) -> None:
             if "error_code" in response:
                 raise ConnectionError(response.get("text"))
             if "cache_block_ids" not in response:  # the decode engine will refuse it in the same words
-                return _WITHOUT
+                return _without()
             return json.dumps({**response, "id": str(-response["cache_block_ids"][-1])})
         except (OSError, TimeoutError, ValueError, TypeError, LookupError) as error:
             _resting[node_url] = time.monotonic() + REST_S
             log_rarely("prefill", "%s gives no prefill: %s: %s", node_url, type(error).__name__, error)
-            return _WITHOUT
+            return _without()
 
     def decode(self: Any, request: dict[str, Any], node_url: str) -> dict[str, Any]:
         """Without the migration where there is nothing to migrate, or no way."""

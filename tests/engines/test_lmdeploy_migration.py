@@ -369,6 +369,7 @@ from importlib import import_module
 from mooncake_kv.lmdeploy_plugin import compat
 name = next(iter(compat.MIGRATION_{part}))
 compat.MIGRATION_{part}[name] = ("self", "something")
+import_module("lmdeploy.pytorch.engine.engine")  # LMDeploy's modules import each other in a circle: this order works
 print(hasattr(getattr(import_module({module!r}), {owner!r}).{method}, "__wrapped__"))
 from lmdeploy.pytorch.disagg.backend.backend import MIGRATION_BACKENDS
 try:

@@ -262,8 +262,10 @@ def _start_ray_small(module: ModuleType) -> None:
 
 def _unmend(name: str, module: ModuleType) -> None:
     owner, _, method = name.partition(".")
-    if hasattr(module, owner):
-        setattr(getattr(module, owner), method, getattr(getattr(module, owner), method).__wrapped__)
+    found = vars(module).get(owner)
+    if found is not None and found.__module__ in MENDED:
+        if wrapped := getattr(getattr(found, method), "__wrapped__", None):  # modules see each other's classes
+            setattr(found, method, wrapped)
 
 
 def _watch(module: ModuleType, file: Path) -> None:
