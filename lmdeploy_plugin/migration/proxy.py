@@ -31,8 +31,8 @@ _resting: dict[str, float] = {}
 
 
 def _without() -> str:
-    """The response of a prefill that there was not. LMDeploy keeps the ids of requests under way in a set, and fails one that it misses there:
-    two with the same id must not meet."""
+    """The response of a prefill that there was not. LMDeploy keeps the ids of requests under way in a set, and fails one that it misses
+    there: two with the same id must not meet."""
     return json.dumps({"id": str(secrets.randbits(60))})
 
 

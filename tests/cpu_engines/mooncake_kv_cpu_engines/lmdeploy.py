@@ -263,9 +263,9 @@ def _start_ray_small(module: ModuleType) -> None:
 def _unmend(name: str, module: ModuleType) -> None:
     owner, _, method = name.partition(".")
     found = vars(module).get(owner)
-    if found is not None and found.__module__ in MENDED:
-        if wrapped := getattr(getattr(found, method), "__wrapped__", None):  # modules see each other's classes
-            setattr(found, method, wrapped)
+    if found is not None:
+        mended = getattr(found, method)
+        setattr(found, method, getattr(mended, "__wrapped__", mended))  # modules see each other's classes
 
 
 def _watch(module: ModuleType, file: Path) -> None:
