@@ -3,7 +3,7 @@ SYSTEM_PYTHON := $(or $(shell command -v python3.11),python3)
 # Only expanded inside recipes, so that `make clean` and the like never start a build.
 PYTHON = $(shell $(SYSTEM_PYTHON) tests/env/build.py)
 
-.PHONY: setup python demo test lint bench soak
+.PHONY: setup python demo test test-long lint bench soak
 
 setup:
 	@$(SYSTEM_PYTHON) tests/env/build.py >/dev/null
@@ -19,6 +19,10 @@ lint: setup
 
 test: lint
 	@$(PYTHON) -m pytest $(ARGS)
+
+# What would make `make test` longer than an hour.
+test-long: lint
+	@$(PYTHON) -m pytest -m long $(ARGS)
 
 bench: setup
 	@$(PYTHON) benchmarks/core.py

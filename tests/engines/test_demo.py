@@ -44,6 +44,7 @@ def test_demo(runtime_dir: Path, tmp_path: Path) -> None:
     assert not processes_of(runtime_dir), "its engines and its node are gone"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(TIMEOUT_S + 30)
 def test_demo_of_three_engines(runtime_dir: Path, tmp_path: Path) -> None:
     file, names = tmp_path / "demo.json", ("sglang", "vllm", "lmdeploy")

@@ -264,6 +264,7 @@ def test_what_does_not_fit_costs_a_local_prefill(cluster: Cluster, judge: Judge,
     migrates(cluster, judge, [7])
 
 
+@pytest.mark.long
 def test_nobody_comes_for_the_blocks(cluster: Cluster, judge: Judge) -> None:
     text = piece(7000, 300)
     first = prefill(cluster, text)
@@ -274,6 +275,7 @@ def test_nobody_comes_for_the_blocks(cluster: Cluster, judge: Judge) -> None:
     assert migrated(cluster) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("role", ["Prefill", "Decode", ""])
 def test_clients_that_leave(cluster: Cluster, judge: Judge, role: str) -> None:
     """At random moments; the fixture sees that all blocks come back."""
@@ -295,6 +297,7 @@ def test_clients_that_leave(cluster: Cluster, judge: Judge, role: str) -> None:
     migrates(cluster, judge, [8])
 
 
+@pytest.mark.long
 def test_prefill_frozen_between_prefill_and_migration(cluster: Cluster, judge: Judge) -> None:
     text = piece(8000, 300)
     first = prefill(cluster, text)
@@ -407,6 +410,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Iterato
         yield plain
 
 
+@pytest.mark.long
 def test_plain_completions_migrate(plain: Cluster) -> None:
     """So what follows is not for want of a migration."""
     judge = Judge(plain)
@@ -414,11 +418,13 @@ def test_plain_completions_migrate(plain: Cluster) -> None:
     judge.check(request(5), request(5).send(plain))
 
 
+@pytest.mark.long
 def test_plain_chat_fails(plain: Cluster) -> None:
     status, _ = plain.proxy.send("POST", "/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "Hello"}]})
     assert status == 500
 
 
+@pytest.mark.long
 def test_plain_blocks_are_not_freed_by_the_message_for_it(plain: Cluster) -> None:
     before = plain.state("Prefill")["free"]
     decode(plain, request(9).text, prefill(plain, request(9).text))
@@ -426,6 +432,7 @@ def test_plain_blocks_are_not_freed_by_the_message_for_it(plain: Cluster) -> Non
     assert plain.state("Prefill")["free"] < before
 
 
+@pytest.mark.long
 def test_plain_blocks_are_overwritten_before_they_are_read(plain: Cluster) -> None:
     """The same as test_held_blocks_outlive_other_prompts, on three prompts."""
     wrong = 0
@@ -439,6 +446,7 @@ def test_plain_blocks_are_overwritten_before_they_are_read(plain: Cluster) -> No
     assert wrong
 
 
+@pytest.mark.long
 def test_plain_stale_link_ends_the_decode_engine(plain: Cluster) -> None:
     """After a restart of the prefill server; see test_prefill_killed_and_restarted."""
     plain.kill("Prefill")
