@@ -86,7 +86,7 @@ class Credits:
             held = len(session.granted) + session.sealing + sum(len(q.slots) for q in engine.quarantines)
             lacking = min(session.want, max(1, share // size_class.slot_bytes)) - held
             slots: list[int] = []
-            while len(slots) < min(lacking, GRANT_STEP) and (slot := self._room.take(engine.usable, size_class)) is not None:
+            while len(slots) < min(lacking, GRANT_STEP) and (slot := self._room.take(engine)) is not None:
                 slots.append(slot)
             if slots:
                 session.granted.update(dict.fromkeys(slots))
@@ -110,7 +110,7 @@ class Credits:
             held = self.reserved_bytes + session.sealing * size
             if held and held + size > self._arena.budget // UNCOMMITTED_SHARE:
                 return NO_SLOT
-            slot = self._room.take(session.engine.usable, space.size_class)
+            slot = self._room.take(session.engine)
             if slot is None:
                 return NO_SLOT
             reservation = space.claims[page_hash] = Reservation(page_hash, slot, session.engine)

@@ -58,7 +58,7 @@ class Reader:
         while (
             len(slots) < count
             and self._index.has_window((len(slots) + 1) * size_class.slot_bytes)
-            and (slot := self._room.take(engine.usable, size_class)) is not None
+            and (slot := self._room.take(engine)) is not None
         ):
             slots.append(slot)
         return slots
@@ -66,7 +66,7 @@ class Reader:
     def room_may_come(self, engine: Engine) -> bool:
         """Without any lease ending?"""
         size_class = engine.space.size_class
-        return self._index.has_window(size_class.slot_bytes) and self._room.may_come(engine.usable, size_class)
+        return self._index.has_window(size_class.slot_bytes) and self._room.may_come(engine)
 
     def read(self, space: Namespace, place: int, hashes: list[bytes], slots: list[int], done: Done) -> None:
         """Read pages, none of which is there or being read, from tier number `place`. `done` gets the leading ones that came."""

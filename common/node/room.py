@@ -1,8 +1,9 @@
 """Where free slots come from: free ones, a new extent, the oldest page, or an extent of another slot size.
 
 Promises:
-- `take` never blocks and looks at a bounded number of extents and pages. It prefers what costs nothing, then growth (waiting while a new
-  extent is being populated or mapped), then eviction.
+- `take` never blocks and looks at a bounded number of extents and pages. It prefers what costs nothing, then growth (waiting while an
+  extent with free slots is being populated, or mapped by the engine), then eviction. So an engine that has just joined evicts nothing
+  while there are free slots.
 - An extent changes its slot size only by being emptied, unmapped by everybody, given back and made anew; leases run out first. That
   happens when an engine has no extent at all, or when the extent is colder on average than the page that would be evicted instead; one at
   a time, and not sooner than SETTLE_S after it was made while its engine is there.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 
 from ..tiers.link import TierLink
 from .arena import Arena, Extent, SizeClass
@@ -22,13 +23,11 @@ from .helper_link import HelperLink
 from .index import Index
 from .metrics import Counters
 from .protocol import Retire
-from .session import Session
+from .session import Engine, Session
 
 log = logging.getLogger("mooncake_kv.node")
 
 SETTLE_S = 10.0
-# How long clients may take to map (and pin) a new extent before pages are evicted instead.
-MAPPING_S = 5.0
 RETRY_S = 1.0
 # Extents whose warmth is estimated at a time: about 15 us each.
 CANDIDATES = 32
@@ -63,30 +62,31 @@ class Room:
         self._heir: SizeClass | None = None
         index.settle = self.settle
 
-    def take(self, usable: Container[Extent], size_class: SizeClass) -> int | None:
-        """A slot in a usable extent, now owned by the caller; None if there is none at the moment."""
+    def take(self, engine: Engine) -> int | None:
+        """A slot that the engine can use, now owned by the caller; None if there is none at the moment."""
+        size_class = engine.space.size_class
         for extent in size_class.roomy.values():
-            if extent in usable:
+            if extent in engine.usable:
                 return self._arena.take(extent)
-        now = time.monotonic()
-        if self._is_coming(size_class, now):
+        if self._is_coming(engine):
             return None
         # With free slots that this engine has not mapped for so long, one more extent would not help it.
         if not size_class.roomy and self.grow(size_class):
             return None
-        self._rebalance(size_class, now)
-        slot = self._index.evict(size_class, usable)
+        self._rebalance(size_class, time.monotonic())
+        slot = self._index.evict(size_class, engine.usable)
         self._counters.pages_evicted += slot is not None
         return slot
 
-    def may_come(self, usable: Container[Extent], size_class: SizeClass) -> bool:
+    def may_come(self, engine: Engine) -> bool:
         """After `take` gave nothing: may there be a slot soon although no lease ends?"""
-        return self._is_coming(size_class, time.monotonic()) or any(extent in usable for extent in size_class.roomy.values())
+        return self._is_coming(engine) or any(extent in engine.usable for extent in engine.space.size_class.roomy.values())
 
     @staticmethod
-    def _is_coming(size_class: SizeClass, now: float) -> bool:
-        """Is memory being populated, or mapped by clients?"""
-        return bool(size_class.populating) or any(now - extent.born < MAPPING_S for extent in size_class.roomy.values())
+    def _is_coming(engine: Engine) -> bool:
+        """Is memory being populated, or mapped by the engine?"""
+        size_class = engine.space.size_class
+        return bool(size_class.populating) or any(engine.is_mapping(extent) for extent in size_class.roomy.values())
 
     def grow(self, size_class: SizeClass) -> bool:
         """Start one more extent if the budget and the machine allow it."""

@@ -223,6 +223,7 @@ class Service:
                 session.generation = self._generation
             for members in (engine.sessions, space.sessions, space.size_class.sessions):
                 members.add(session)
+            engine.joined = time.monotonic()
         conflicts = self._settings.conflicts(message.settings, message.sources)
         session.send(
             protocol.Welcome(

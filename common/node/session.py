@@ -6,6 +6,7 @@ staged only in those. A session that the node has ended counts as a possible use
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +20,10 @@ from .protocol import Message, Role, frame
 if TYPE_CHECKING:
     from .credits import Quarantine, Reservation
     from .staging import Run
+
+
+# How long clients may take to map (and pin) an extent before the node goes on as if they never did.
+MAPPING_S = 5.0
 
 
 class Partial(msgspec.Struct):
@@ -35,6 +40,7 @@ class Engine:
         self.name = name
         self.space = space
         self.sessions: set[Session] = set()
+        self.joined = 0.0  # when the newest of them came
         self.scheduler: Session | None = None
         self.usable: set[Extent] = set()
         self.quarantines: list[Quarantine] = []
@@ -48,6 +54,11 @@ class Engine:
             self.usable.add(extent)
         else:
             self.usable.discard(extent)
+
+    def is_mapping(self, extent: Extent) -> bool:
+        """Not usable, but told so shortly ago that it may be soon?"""
+        recent = time.monotonic() - max(extent.born, self.joined) < MAPPING_S
+        return recent and extent.state == "live" and extent not in self.usable
 
 
 class Session:

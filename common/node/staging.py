@@ -9,6 +9,7 @@ Promises:
 - What a fetch reads goes into slots that were free or hold pages nobody has leased. A fetch that ends early, for whatever reason, keeps
   nothing but what it has reported until its Release; what is still being read for it becomes an ordinary page.
 - A fetch that waits for slow tiers ends at its deadline, with what is there.
+- A page in memory that the engine is still mapping is waited for, at most MAPPING_S: that is no miss.
 
 Order of tiers: memory first, then the slow tiers in their order, anew for each page at which the one before came up short, whether it said
 so or gave less than it had said. So a prefix may be spread over all of them in any pattern. A run ends at the first page that nobody gives;
@@ -210,7 +211,10 @@ class Stager:
         """Find out where page `next` is to come from. False: the run has to wait."""
         engine, space = session.engine, session.space
         page_hash = run.hash(run.next)
-        if page_hash in space.pages:
+        if entry := space.pages.get(page_hash):
+            if engine.is_mapping(entry.extent):
+                self._wait_for_room(session, run)
+                return False
             rest = run.hashes[run.next * HASH_BYTES : run.end * HASH_BYTES]
             run.ahead = self._index.lease_run(space, rest, engine.usable, 0)
             run.next += len(run.ahead)
@@ -274,8 +278,7 @@ class Stager:
         slots = self._reader.slots(session.engine, len(hashes))
         if not slots:
             if self._reader.room_may_come(session.engine):
-                run.waiting = "room"
-                self._roomless.append((session, run, run.turn))
+                self._wait_for_room(session, run)
             else:
                 run.end = run.next
             return False
@@ -298,6 +301,10 @@ class Stager:
 
         self._reader.read(space, place, hashes[: len(slots)], slots, done)
         return True
+
+    def _wait_for_room(self, session: Session, run: Run) -> None:
+        run.waiting = "room"
+        self._roomless.append((session, run, run.turn))
 
     def _expire(self, session: Session, run: Run) -> None:
         """Time is over: what is not there by now does not come."""

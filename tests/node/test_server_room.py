@@ -11,6 +11,8 @@ from mooncake_kv.common.node import protocol, room
 from tests.node.wire_client import WireClient, chain, running_node, small_namespace
 
 QUICK = "import mooncake_kv.common.node.room as r; r.SETTLE_S = 0.2; r.RETRY_S = 0.1"
+IMPATIENT = "import mooncake_kv.common.node.session as s; s.MAPPING_S = 1.0"
+ROLES: tuple[protocol.Role, ...] = ("scheduler", "worker")
 BIG = small_namespace("big", layers=8)  # slots of 20 KiB instead of 8
 BIG_SLOT = 20480
 
@@ -174,7 +176,58 @@ def test_nothing_is_granted_before_all_clients_of_the_engine_have_mapped(runtime
         assert scheduler.extents and not scheduler.credits
         bystander.want(4)
         bystander.store(chain("p", 5))
-        assert scheduler.fetch(chain("p", 5))[1] == [], "nor staged"
+        request = scheduler.start_fetch(chain("p", 5))
+        scheduler.settle(0.3)
+        assert not scheduler.inbox, "nor staged, nor missed: the worker may still be mapping"
         worker.send(protocol.Mapped(1))
         scheduler.until(lambda: len(scheduler.credits) == 4)
-        assert len(scheduler.fetch(chain("p", 5))[1]) == 5
+        assert len(scheduler.finish_fetch(request)) == 5
+
+
+def test_a_fetch_waits_for_new_memory_to_be_mapped(runtime_dir: Path) -> None:
+    with running_node("--dram-size", "1mb") as node:
+        writer, reader = WireClient(node.paths.folder), WireClient(node.paths.folder, engine="reader")
+        worker = WireClient(node.paths.folder, "worker", engine="reader", answers=False)
+        worker.send(protocol.Mapped(1))
+        writer.want(4)
+        pages = chain("p", 60)
+        writer.store(pages)
+        assert len(writer.extents) == 2
+        request = reader.start_fetch(pages)
+        reader.settle(0.3)
+        assert 0 < sum(len(m.slots) for m in reader.inbox if isinstance(m, protocol.Staged)) < 60
+        assert not any(m.done for m in reader.inbox)
+        worker.send(protocol.Mapped(2))
+        assert len(reader.finish_fetch(request)) == 60
+
+
+def test_nobody_waits_long_for_an_engine_that_does_not_map(runtime_dir: Path) -> None:
+    with running_node("--dram-size", "1mb", patch=IMPATIENT) as node:
+        writer = WireClient(node.paths.folder)
+        writer.want(4)
+        writer.store(chain("p", 60))
+        reader, worker = (WireClient(node.paths.folder, role, engine="reader", answers=role == "scheduler") for role in ROLES)
+        worker.send(protocol.Mapped(1))
+        request, slots = reader.fetch(chain("p", 60))
+        assert 0 < len(slots) < 60
+        reader.release(request)
+        # What it has mapped is all it will get.
+        reader.want(4)
+        assert all(slot >> protocol.SLOT_SHIFT == 1 for slot in reader.credits) and reader.stats()["pages_evicted"]
+
+
+def test_an_engine_that_joins_evicts_nothing_while_there_is_free_memory(runtime_dir: Path) -> None:
+    with running_node("--dram-size", "1mb", patch=IMPATIENT) as node:
+        writer = WireClient(node.paths.folder)
+        writer.want(4)
+        writer.store(chain("p", 44))
+        assert len(writer.extents) == 2
+        time.sleep(1.1)  # the memory is old
+        joining, worker = (WireClient(node.paths.folder, role, engine="joining", answers=role == "scheduler") for role in ROLES)
+        joining.send(protocol.Want(4))
+        worker.send(protocol.Mapped(1))
+        joining.settle(0.3)
+        assert not joining.credits
+        worker.send(protocol.Mapped(2))
+        joining.until(lambda: len(joining.credits) == 4)
+        assert joining.stats()["pages_evicted"] == 0 and writer.lookup(chain("p", 44)) == 44
