@@ -3,6 +3,9 @@
 A router sends each request to the prefill server for one token and then, whatever came of that, to the decode server. Both are ordinary
 servers (LMDeploy's role is Hybrid) that save and load. Right answers are those that LMDeploy gives from its own prefix cache, up to forks
 where rounding decides (documents).
+
+A server answers without waiting for the node to hear that pages are complete, which takes its client's thread a moment. On a busy machine
+the decode server's question can be faster than that, and then it computes. So the router here waits until the node has the pages.
 """
 
 from __future__ import annotations
@@ -20,9 +23,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from mooncake_kv.common.config import load_config
+from mooncake_kv.common.hashing import page_hashes, storage_namespace_seed
+from mooncake_kv.common.node.client import NodeClient
 from tests.engines.documents import MAX_GAP, gap_at_fork, messages, prompts, tokenizer
 from tests.engines.harness import ONE_THREAD, HttpServer, Server
 from tests.engines.lmdeploy_harness import IN_EFFECT, LOADED, LMDeployEngine, LMDeployServer, in_effect
+from tests.engines.sglang_harness import namespace_in
 from tests.models import SMOLLM2
 
 pytestmark = pytest.mark.timeout(900)
@@ -32,6 +39,7 @@ SHARED = 1024
 TOKENS = 12
 SEQUENTIAL, TOGETHER, KILLS = 2, 3, 1
 KINDS = ("vllm", "lmdeploy")
+STORED_S = 10.0
 
 
 class Answer(msgspec.Struct):
@@ -73,11 +81,29 @@ class Routed(msgspec.Struct):
     decode: Answer
 
 
-def route(prefill: HttpServer, decode: HttpServer, owner: str) -> Routed:
+def route(prefill: HttpServer, decode: HttpServer, owner: str, node: NodeClient | None) -> Routed:
+    """`node`: to wait for the pages with; None where they may never come."""
     first, began = None, time.monotonic()
     with suppress(OSError, HTTPException):
         first = ask(prefill, owner, 1)
-    return Routed(first, time.monotonic() - began, ask(decode, owner))
+    prefill_s = time.monotonic() - began
+    if node is not None:
+        assert stored(node, owner), "prefill has answered and stored nothing"
+    return Routed(first, prefill_s, ask(decode, owner))
+
+
+def stored(node: NodeClient, owner: str) -> bool:
+    """Wait until the node has all pages of the document, or for STORED_S."""
+    hashes = page_hashes(prompts(owner, SHARED)[0][:SHARED], seed=storage_namespace_seed(None, None))
+    deadline = time.monotonic() + STORED_S
+    while time.monotonic() < deadline:
+        lookup = node.lookup(hashes)
+        while lookup is not None and not lookup.done:
+            time.sleep(0.002)
+        if lookup is not None and not lookup.failed and lookup.pages == len(hashes):
+            return True
+        time.sleep(0.02)
+    return False
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +122,26 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def decode(module_runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    folder = tmp_path_factory.mktemp("decode")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("decode")
+
+
+@pytest.fixture(scope="module")
+def decode(module_runtime_dir: Path, folder: Path) -> Iterator[HttpServer]:
     with start("lmdeploy", folder / "log") as server:
         engines = [p.pid for p in server.processes() if p.name() == "ZMQMPEngine"]
         assert len(engines) == 1 and in_effect(folder)[engines[0]] == IN_EFFECT
         yield server
+
+
+@pytest.fixture(scope="module")
+def node(decode: HttpServer, folder: Path) -> Iterator[NodeClient]:
+    """Asks only. A worker, because each scheduler takes a share of the slots."""
+    client = NodeClient(load_config(SETTINGS), namespace_in(folder), engine="judge", role="worker", spawn=False)
+    client.start()
+    assert client.wait_ready(STORED_S), client.reason
+    yield client
+    client.close()
 
 
 def judge(owner: str, answer: Answer, right: dict[str, list[int]]) -> float:
@@ -115,7 +155,9 @@ def judge(owner: str, answer: Answer, right: dict[str, list[int]]) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pages_go_from_prefill_to_decode(kind: str, decode: HttpServer, right: dict[str, list[int]], tmp_path: Path) -> None:
+def test_pages_go_from_prefill_to_decode(
+    kind: str, decode: HttpServer, node: NodeClient, right: dict[str, list[int]], tmp_path: Path
+) -> None:
     todo, seed = owners(kind), random.randrange(1 << 30)
     delays = random.Random(seed)
     gaps: list[float] = []
@@ -130,25 +172,25 @@ def test_pages_go_from_prefill_to_decode(kind: str, decode: HttpServer, right: d
     prefill = start(kind, tmp_path / "prefill-0")
     try:
         names, todo = todo[:SEQUENTIAL], todo[SEQUENTIAL:]
-        routed = [route(prefill, decode, owner) for owner in names]
+        routed = [route(prefill, decode, owner, node) for owner in names]
         transferred(routed, names)
         prefill_s = max(one.prefill_s for one in routed)
         names, todo = todo[:TOGETHER], todo[TOGETHER:]
         with ThreadPoolExecutor(TOGETHER) as pool:
-            transferred(list(pool.map(lambda owner: route(prefill, decode, owner), names)), names)
+            transferred(list(pool.map(lambda owner: route(prefill, decode, owner, node), names)), names)
         for i in range(1, KILLS + 1):
             (owner, later), todo = todo[:2], todo[2:]
             delay = delays.uniform(0, prefill_s)
             killer = threading.Timer(delay, prefill.kill)
             killer.start()
-            one = route(prefill, decode, owner)
+            one = route(prefill, decode, owner, None)
             killer.join()
             assert one.decode.cached <= SHARED
             gaps.append(judge(owner, one.decode, right))
             print(f"\n{kind}: prefill killed after {delay:.2f} s (seed {seed}); decode loaded {one.decode.cached} tokens")
             # Without it everything is computed, and with a new one transferred again.
             prefill = start(kind, tmp_path / f"prefill-{i}")
-            transferred([route(prefill, decode, later)], [later])
+            transferred([route(prefill, decode, later, node)], [later])
     finally:
         prefill.kill()
     assert max(gaps) < MAX_GAP
