@@ -154,7 +154,7 @@ def judge(owner: str, answer: Answer, right: dict[str, list[int]]) -> float:
     return gap_at_fork(ids, expected, found)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.long)])
 def test_pages_go_from_prefill_to_decode(
     kind: str, decode: HttpServer, node: NodeClient, right: dict[str, list[int]], tmp_path: Path
 ) -> None:

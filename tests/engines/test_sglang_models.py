@@ -40,6 +40,7 @@ def write(engine: SGLangEngine, lora: str | None = None) -> SGLangResult:
     return local
 
 
+@pytest.mark.long
 def test_mla_and_its_tensor_parallel_sizes(runtime_dir: Path, tmp_path: Path) -> None:
     model = generated_mla()
     environment = {**EXACT, LOADED: str(tmp_path)}
@@ -75,6 +76,7 @@ def test_lora_is_shared_by_the_same_files_only(runtime_dir: Path, tmp_path: Path
         assert ask(engine).stored == REUSED
 
 
+@pytest.mark.long
 def test_pipeline_parallel_ranks_write_a_page_together(runtime_dir: Path, tmp_path: Path) -> None:
     # SGLang's last stage has no embeddings that an output layer could share.
     config = LlamaConfig(
