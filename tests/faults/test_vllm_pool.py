@@ -164,9 +164,9 @@ def test_the_owner_of_the_pages_goes_under_traffic(stand: Stand, fault: str) -> 
     stand.serves()
 
 
-def test_with_a_dead_master_a_second_request_costs_nothing(stand: Stand) -> None:
-    """Beyond what it costs without a cache: turn by turn with requests that do not ask the cache. At most 5 ms (1 ms measured); the test
-    allows for a machine with other work."""
+def test_with_a_dead_master_a_request_costs_little(stand: Stand) -> None:
+    """Beyond what it costs without a cache: turn by turn with requests that do not ask the cache. Each prompt is new, so this contains
+    saving 64 pages to memory: 12 ms measured on 2 quiet cores, against 52 ms of computing."""
     stand.new_node()
     stand.serves()
     stand.pool.master.kill()
